@@ -16,10 +16,10 @@ from __future__ import annotations
 import gc
 import tempfile
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from .torch_parts import CrossEntropy
 from .transformer import Stage, shape_of, token_rows
 
 AXES = ("pp", "dp", "tp")
+Held = TypeVar("Held", bound=Tensor)
 SINGLE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 MULTI = {
     "1f1b": "ScheduleInterleaved1F1B",
@@ -147,24 +148,16 @@ class ParallelTraining:
         if not self.reduces_last:
             return
         gradients = [p.grad for p in reversed(list(self.model.parameters())) if p.grad is not None]
-        limit = self.job["parallel"]["bucket_mbytes"] * 2**20
-        bucket: list[Tensor] = []
-        for index, gradient in enumerate(gradients):
-            bucket.append(gradient)
-            if index == len(gradients) - 1 or sum(g.numel() * g.element_size() for g in bucket) >= limit:
-                all_reduce_flat(bucket, self.groups["dp"], self.degrees["dp"])
-                bucket = []
+        for bucket in in_buckets(gradients, self.job["parallel"]["bucket_mbytes"] * 2**20):
+            all_reduce_flat(bucket, self.groups["dp"], self.degrees["dp"])
 
     def _schedule(self, shapes: Callable[[int], tuple[Tensor, Tensor]], table: str) -> Any:
         stages = []
         for number, model in self.models.items():
             given, made = shapes(number)
-            stage = _SegmentedStage(
-                model, number, self.num_parts, self.device, input_args=given, output_args=made,
-                group=self.groups["pp"],
-            )  # fmt: skip
-            stage.segment = self.segment
-            stages.append(stage)
+            told = {"input_args": given, "output_args": made, "group": self.groups["pp"]}
+            stages.append(_SegmentedStage(model, number, self.num_parts, self.device, **told))
+            stages[-1].segment = self.segment
 
         def loss_fn(output: Tensor, target: Tensor) -> Tensor:
             loss = self.loss(output, target)
@@ -232,20 +225,15 @@ class Training(ParallelTraining):
         self.shape = shape_of(job, device, self.groups["tp"])
         self.assemble({n: Stage(self.shape, n, self.num_parts) for n in self.part_numbers}, self._shapes, table)
         parameters = list(self.model.parameters())
-        self.buckets = self._sharded(parameters)
+        parallel, group = job["parallel"], self.groups["dp"]
+        zero = parallel["zero_stage"] if group is not None else 0
+        passes = 1 if zero == 2 else self.num_micro_batches if parallel.get("overlap_grad_reduce", True) else 0
+        shared = in_buckets(parameters[::-1], parallel["bucket_mbytes"] * 2**20) if zero in (1, 2) else ()
+        self.buckets = [Bucket(each, group, passes) for each in shared]  # in the order in which their gradients come
         self.updated = [bucket.shard for bucket in self.buckets] or parameters
         self.optimizer = torch.optim.AdamW(self.updated, lr=1e-4, fused=True)
         self._adamw_dims = (sum(_local(p).numel() for p in self.updated), len(parameters))
         self.tokens, self.targets = self._data()
-
-    def _sharded(self, parameters: list[nn.Parameter]) -> list[Bucket]:
-        """The buckets of ZeRO-1 and ZeRO-2; none of other stages."""
-        parallel, group = self.job["parallel"], self.groups["dp"]
-        if group is None or parallel["zero_stage"] not in (1, 2):
-            return []
-        once = self.num_micro_batches if parallel.get("overlap_grad_reduce", True) else 0
-        passes = 1 if parallel["zero_stage"] == 2 else once
-        return buckets_of(parameters, group, parallel["bucket_mbytes"] * 2**20, passes)
 
     def _shapes(self, number: int) -> tuple[Tensor, Tensor]:
         shape = self.shape
@@ -259,14 +247,12 @@ class Training(ParallelTraining):
 
         An encoder's tokens come before the decoder's, and then the micro-batch is the last dimension (``token_rows``).
         """
-        batch, model = self.job["batch"], self.job["model"]
-        generator = torch.Generator().manual_seed(20)
-        length = model["seq_len"] + model.get("encoder_seq_len", 0)
-        tokens = torch.randint(model["vocab"], (batch["global_batch"], length + 1), generator=generator)
+        model, generator = self.job["model"], torch.Generator().manual_seed(20)
+        sizes = self.job["batch"]["global_batch"], model["seq_len"] + model.get("encoder_seq_len", 0) + 1
+        tokens = torch.randint(model["vocab"], sizes, generator=generator)
         mine = tokens.chunk(self.job["parallel"]["dp"])[self.place("dp")].to(self.device)
-        each = (mine[:, :-1], mine[:, -model["seq_len"] :])
-        tokens, targets = (token_rows(self.shape, part.contiguous()) for part in each)
-        return tokens, targets
+        first, last = mine[:, :-1].contiguous(), mine[:, -model["seq_len"] :].contiguous()
+        return token_rows(self.shape, first), token_rows(self.shape, last)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         logits, share = composite.cast(output, self.shape.main_dtype), 1.0 / self.num_micro_batches
@@ -392,11 +378,13 @@ class Bucket:
         all_gather(self._whole, self.shard.detach(), self._group)
 
 
-def buckets_of(parameters: list[nn.Parameter], group: Group, bucket_bytes: float, passes: int) -> list[Bucket]:
-    """Buckets of at least so many bytes, in the order in which their gradients come."""
-    held: list[list[nn.Parameter]] = [[]]
-    for p in reversed(parameters):
-        held[-1].append(p)
-        if sum(each.numel() * each.element_size() for each in held[-1]) >= bucket_bytes:
-            held.append([])
-    return [Bucket(each, group, passes) for each in held if each]
+def in_buckets(tensors: Sequence[Held], bucket_bytes: float) -> Iterator[list[Held]]:
+    """Tensors in buckets of at least so many bytes."""
+    bucket: list[Held] = []
+    for tensor in tensors:
+        bucket.append(tensor)
+        if sum(each.numel() * each.element_size() for each in bucket) >= bucket_bytes:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket

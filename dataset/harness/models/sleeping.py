@@ -50,15 +50,14 @@ class SleepingTraining(ParallelTraining):
         if self.degrees["pp"] > 1:
             self.groups["pp"] = stages_group(device.type, **self.degrees)
         annotate.name_groups(self.groups)
-        self.rank = Rank(self.groups["tp"])
+        self.rank = Rank(self.groups["tp"], sharded=self.sharded)
         self._pace = sleeps["paces"][dist.get_rank()]
         self._optimizer = sleeps["optimizer"][self.stage_index]
-        self.rank.sharded = self.sharded
         parts = {number: Part(self.rank, sleeps, number) for number in self.part_numbers}
 
         def shapes(number: int) -> tuple[Tensor, Tensor]:
             part = parts[number]
-            given = torch.zeros(1, part.size_in, requires_grad=not part.first)
+            given = torch.zeros(1, part.size_in, requires_grad=number > 0)
             return given, torch.zeros(1, part.size_out, requires_grad=True)
 
         self.assemble(parts, shapes, sleeps["table"])
@@ -66,30 +65,30 @@ class SleepingTraining(ParallelTraining):
 
     def hurry(self, pace: float) -> None:
         """Sleep for this share of the stated time."""
-        self.rank.device.pace = self._pace * pace
+        self.rank.pace = self._pace * pace
 
     def data_parallel(self, part: Part) -> nn.Module:
         model, group = super().data_parallel(part), self.groups["dp"]
         if not isinstance(model, DistributedDataParallel):
             return model
-        device = self.rank.device
+        finish = self.rank.finish  # the hook must not hold the model that holds it: neither would ever be freed
 
         def reduce_when_done(_, bucket):  # type: ignore[no-untyped-def]  # DDP checks annotations, and takes no text
-            device.finish()  # the hook must not hold the model that holds it: neither would ever be freed
+            finish()
             return allreduce_hook(group, bucket)
 
         model.register_comm_hook(None, reduce_when_done)
         return model
 
     def segment(self, label: str, micro_batch: int, stage: int = 0) -> AbstractContextManager[None]:
-        return self.rank.device_segment(label, micro_batch, stage)
+        return self.rank.segment(label, micro_batch, stage)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return output.sum()
 
     def update(self) -> None:
         self.all_reduce_gradients()
-        self.rank.device.begin()
+        self.rank.begin()
         self.rank.do([self._optimizer])
         self.model.zero_grad(set_to_none=True)
 
@@ -97,20 +96,20 @@ class SleepingTraining(ParallelTraining):
 SLACK_S = 2e-3  # time by which the host may be late without delaying the device
 FP32_BYTES = 4
 
-Item = Sequence[Any]
 Work = Callable[[], object]
 
 
-class Device:
-    """The rank's simulated device: consecutive ops, with the host running ahead.
+class Rank:
+    """The rank's simulated device, and what steps need of it: consecutive ops, with the host running ahead.
 
     The host waits only where others must not see what is not there yet: waking for every op would cost the cores more
-    than all that is real.
+    than all that is real.  If the parameters are ``sharded``, hooks gather and scatter between blocks.
     """
 
-    def __init__(self) -> None:
-        self.pace = 1.0
+    def __init__(self, group: Group | None, *, sharded: bool = False) -> None:
+        self.group, self.sharded, self.pace = group, sharded, 1.0
         self._until = 0.0
+        self._buffers: dict[int, Tensor] = {}
 
     def begin(self) -> None:
         """It waited for something else: its next op starts now."""
@@ -126,42 +125,33 @@ class Device:
         """Add one op."""
         self._until = max(self._until, time.perf_counter() - SLACK_S) + seconds * self.pace
 
-
-class Rank:
-    """What the items of steps need."""
-
-    def __init__(self, group: Group | None) -> None:
-        self.device = Device()
-        self.group = group
-        self.sharded = False  # then hooks gather and scatter between blocks
-        self._buffers: dict[int, Tensor] = {}
-
     def at_edge(self) -> None:
         """Wait for the device; with hooks that wait for others, its time starts again."""
         if self.sharded:
-            self.device.finish()
-            self.device.begin()
+            self.finish()
+            self.begin()
 
-    def do(self, items: Sequence[Item]) -> None:
+    def do(self, items: Sequence[Sequence[Any]]) -> None:
         """Sleep for ops, call collectives."""
         for item in items:
             if item[0] == "op":
                 _, kind, dims, dtype, seconds = item
                 with annotate.op(kind, dims, DTYPES[dtype]):
-                    self.device.compute(seconds)
+                    self.compute(seconds)
                     if annotate.active():  # a trace shows what every op takes
-                        self.device.finish()
+                        self.finish()
             else:
-                self.device.finish()
+                self.finish()
                 self._collective(item[1], item[2])
+                self.begin()
 
     @contextmanager
-    def device_segment(self, label: str, micro_batch: int, stage: int = 0) -> Iterator[None]:
+    def segment(self, label: str, micro_batch: int, stage: int = 0) -> Iterator[None]:
         """A segment that ends when the device has finished."""
         with annotate.segment(label, micro_batch=micro_batch, stage=stage):
-            self.device.begin()
+            self.begin()
             yield
-            self.device.finish()
+            self.finish()
 
     def _collective(self, kind: str, num_bytes: int) -> None:
         assert self.group is not None
@@ -169,13 +159,12 @@ class Rank:
         full = self._buffers.setdefault(numel, torch.zeros(numel))
         if kind == "all_reduce":
             dist.all_reduce(full, group=self.group)
+            return
+        shard = torch.zeros(numel // self.group.size())
+        if kind == "all_gather":
+            all_gather(full, shard, self.group)
         else:
-            shard = torch.zeros(numel // self.group.size())
-            if kind == "all_gather":
-                all_gather(full, shard, self.group)
-            else:
-                reduce_scatter(shard, full, self.group)
-        self.device.begin()
+            reduce_scatter(shard, full, self.group)
 
 
 class _Input(torch.autograd.Function):
@@ -253,8 +242,8 @@ class Part(nn.Module):
         self.wrapped = [layer for layer, block in zip(self.layers, own, strict=True) if block not in sleeps["root"]]
         self.precision = MixedPrecisionPolicy()
         sizes = sleeps["boundary_numel"]
-        self.first, self.last = number == 0, number == len(sleeps["parts"]) - 1
-        self.size_in, self.size_out = 1 if self.first else sizes[number - 1], 1 if self.last else sizes[number]
+        last = number == len(sleeps["parts"]) - 1
+        self.size_in, self.size_out = sizes[number - 1] if number else 1, 1 if last else sizes[number]
 
     def forward(self, x: Tensor) -> Tensor:
         x = cast(Tensor, _Resize.apply(x, 1))

@@ -94,13 +94,14 @@ def linear(shape: Shape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 class ColumnLinear(nn.Module):
     """``x @ w.T + b`` where each rank holds some rows of ``w``; blocks (q, k, v; gate, up) are sharded one by one."""
 
-    def __init__(self, shape: Shape, name: str, blocks: list[int]) -> None:
+    def __init__(self, shape: Shape, name: str, blocks: list[int], *, bias: bool | None = None) -> None:
         super().__init__()
         self.shape = shape
         full = full_weight(shape, name, sum(blocks), shape.hidden).split(blocks)
         shards = [block.chunk(shape.size)[shape.rank] for block in full]
-        self.weight = parameter(torch.cat(shards) if len(shards) > 1 else shards[0])
-        self.bias = parameter(self.weight.new_zeros(self.weight.shape[0])) if shape.has_bias else None
+        self.weight = parameter(torch.cat(shards))
+        has_bias = shape.has_bias if bias is None else bias
+        self.bias = parameter(self.weight.new_zeros(self.weight.shape[0])) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(self.shape, x, self.weight, self.bias)
@@ -160,20 +161,16 @@ class Tokens(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.weight = parameter(
-            full_weight(shape, "embedding", shape.vocab, shape.hidden).chunk(shape.size)[shape.rank]
-        )
+        full = full_weight(shape, "embedding", shape.vocab, shape.hidden)
+        self.weight = parameter(full.chunk(shape.size)[shape.rank])
 
     def forward(self, *tokens: Tensor) -> list[Tensor]:
         """Tensors of tokens, any shape, each to ``[rows, hidden]``."""
-        table = composite.cast(self.weight, self.shape.dtype)
-        return [self._rows(each.reshape(-1), table) for each in tokens]
-
-    def _rows(self, tokens: Tensor, table: Tensor) -> Tensor:
-        if self.shape.group is None:
-            return F.embedding(tokens, table)
-        x = VocabEmbedding.apply(tokens, table, self.shape.rank * table.shape[0])
-        return leave_region(self.shape, x)
+        shape, table = self.shape, composite.cast(self.weight, self.shape.dtype)
+        flat = [each.reshape(-1) for each in tokens]
+        if shape.group is None:
+            return [F.embedding(each, table) for each in flat]
+        return [leave_region(shape, VocabEmbedding.apply(each, table, shape.rank * len(table))) for each in flat]
 
 
 class Positions(nn.Module):
@@ -196,30 +193,25 @@ class Positions(nn.Module):
         return x + F.embedding(index, weight)
 
 
-class Logits(nn.Module):
+class Logits(ColumnLinear):
     """Logits, sharded over the vocabulary; the output of the last stage."""
 
     def __init__(self, shape: Shape, *, bias: bool = False) -> None:
-        super().__init__()
-        self.shape = shape
-        self.weight = parameter(full_weight(shape, "head", shape.vocab, shape.hidden).chunk(shape.size)[shape.rank])
-        self.bias = parameter(self.weight.new_zeros(self.weight.shape[0])) if bias else None
+        super().__init__(shape, "head", [shape.vocab], bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(self.shape, enter_region(self.shape, x), self.weight, self.bias)
+        return super().forward(enter_region(self.shape, x))
 
 
 def _gather_rows(x: Tensor, group: Group) -> Tensor:
-    x = x.contiguous()
     output = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-    all_gather(output, x, group)
+    all_gather(output, x.contiguous(), group)
     return output
 
 
 def _scatter_rows(x: Tensor, group: Group) -> Tensor:
-    x = x.contiguous()
     output = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
-    reduce_scatter(output, x, group)
+    reduce_scatter(output, x.contiguous(), group)
     return output
 
 

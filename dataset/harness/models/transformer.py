@@ -13,7 +13,6 @@ sequences are then one batch of matrices without a copy.
 from __future__ import annotations
 
 import math
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,14 +38,12 @@ from .torch_parts import (
     parameter,
 )
 
-DTYPES = MappingProxyType(  # by precision: of activations, and of parameters
-    {
-        "fp32": (torch.float32, torch.float32),
-        "bf16": (torch.bfloat16, torch.float32),
-        "pure-bf16": (torch.bfloat16, torch.bfloat16),
-        "pure-fp16": (torch.float16, torch.float16),
-    }
-)
+DTYPES = {  # by precision: of activations, and of parameters
+    "fp32": (torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.float32),
+    "pure-bf16": (torch.bfloat16, torch.bfloat16),
+    "pure-fp16": (torch.float16, torch.float16),
+}
 
 
 class Stage(nn.Module):
@@ -61,12 +58,14 @@ class Stage(nn.Module):
             count = shape.encoder_layers
             layers: list[nn.Module] = [Layer(shape, f"encoder{at}", last=at == count - 1) for at in range(count)]
             layers += [Decoder(shape, f"decoder{at}") for at in range(shape.layers)]
-        else:
-            layers = [Layer(shape, f"layer{index}") for index in stage_layers(shape.layers, stage, num_stages)]
+        else:  # split evenly, earlier stages take the remainder
+            each, more = divmod(shape.layers, num_stages)
+            first = stage * each + min(stage, more)
+            layers = [Layer(shape, f"layer{index}") for index in range(first, first + each + (stage < more))]
         self.layers = nn.ModuleList(layers)
-        self.head: Any = HEADS[shape.family](shape) if self.last else None
+        self.head: Any = Head(shape) if self.last else None
         if shape.tied_embeddings and self.embedding is not None and self.head is not None:
-            self.head.logits.weight = self.embedding.weight
+            self.head.logits.weight = self.embedding.tokens.weight
         self.wrapped = list(self.layers)  # what FSDP shards by itself
         self.precision = MixedPrecisionPolicy(shape.dtype, shape.main_dtype)
         self.beside: tuple[Any, ...] = ()  # what every layer takes; no buffer: DDP and FSDP have no business with it
@@ -97,24 +96,16 @@ class Stage(nn.Module):
         parameters: list[nn.Parameter] = [p for module in held for p in module.parameters()]
         if isinstance(self.embedding, BertEmbedding):
             parameters.append(self.embedding.types)
-        if isinstance(self.head, BertHead):
+        if self.head is not None and self.head.transforms:
             parameters += [self.head.transform, self.head.transform_bias]
         return parameters
-
-
-def stage_layers(layers: int, stage: int, num_stages: int) -> range:
-    """Layers of a stage: split evenly, earlier stages take the remainder."""
-    each, more = divmod(layers, num_stages)
-    first = stage * each + min(stage, more)
-    return range(first, first + each + (stage < more))
 
 
 def token_rows(shape: Shape, tokens: Tensor) -> Tensor:
     """``tokens[sequences, length]`` so that each micro-batch's, once chunked, are in the order of its rows."""
     if shape.family != "t5":
         return tokens
-    length = tokens.shape[1]
-    return tokens.view(-1, shape.micro_batch, length).transpose(1, 2).reshape(-1, shape.micro_batch)
+    return tokens.unflatten(0, (-1, shape.micro_batch)).transpose(1, 2).reshape(-1, shape.micro_batch)
 
 
 def shape_of(job: dict[str, Any], device: torch.device, group: Group | None) -> Shape:
@@ -280,11 +271,6 @@ class Embedding(nn.Module):
         self.tokens = Tokens(shape)
         self.positions = Positions(shape) if shape.family in ("gpt", "bert") else None
 
-    @property
-    def weight(self) -> nn.Parameter:
-        """Weight of the token embedding."""
-        return self.tokens.weight
-
     def forward(self, tokens: Tensor) -> Any:
         """``tokens`` (see ``Training``) to ``activation[rows, hidden]``."""
         x: Tensor = self.tokens(tokens)[0]
@@ -322,32 +308,21 @@ class T5Embedding(Embedding):
 
 
 class Head(nn.Module):
-    """Final norm and logits."""
+    """Final norm and logits; BERT has a transform before, that every tensor-parallel rank holds whole, and a bias."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
+        self.shape, self.transforms = shape, shape.family == "bert"
+        if self.transforms:
+            self.transform = parameter(full_weight(shape, "transform", shape.hidden, shape.hidden))
+            self.transform_bias = parameter(self.transform.new_zeros(shape.hidden))
         self.norm = Norm(shape)
-        self.logits = Logits(shape)
+        self.logits = Logits(shape, bias=self.transforms)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.logits(self.norm(x))
-
-
-class BertHead(nn.Module):
-    """A transform that every tensor-parallel rank holds whole, its norm, and logits with a bias."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        self.transform = parameter(full_weight(shape, "transform", shape.hidden, shape.hidden))
-        self.transform_bias = parameter(self.transform.new_zeros(shape.hidden))
-        self.norm = Norm(shape)
-        self.logits = Logits(shape, bias=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = composite.gelu(linear(self.shape, x, self.transform, self.transform_bias))
+        if self.transforms:
+            x = composite.gelu(linear(self.shape, x, self.transform, self.transform_bias))
         return self.logits(self.norm(x))
 
 
 EMBEDDINGS: dict[str, Any] = {"gpt": Embedding, "llama": Embedding, "bert": BertEmbedding, "t5": T5Embedding}
-HEADS: dict[str, Any] = {"gpt": Head, "llama": Head, "bert": BertHead, "t5": Head}

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.harness.base import annotate
 from stepsight.dataset.harness.models.parallel import end_groups, parts_of_stage
-from stepsight.dataset.harness.models.sleeping import Block, Device, Part, Rank, SleepingTraining
+from stepsight.dataset.harness.models.sleeping import Block, Part, Rank, SleepingTraining
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.runs.run_manifest import HARDWARE, read_box
 from stepsight.training.measured.planning import SleepingLatency, box_plan
@@ -41,7 +41,7 @@ class _Watched(Rank):
         self.done += [item[1] for item in items]
 
 
-def _seconds(device: Device, ops: list[float]) -> float:
+def _seconds(device: Rank, ops: list[float]) -> float:
     start = time.perf_counter()
     device.begin()
     for seconds in ops:
@@ -52,12 +52,12 @@ def _seconds(device: Device, ops: list[float]) -> float:
 
 def test_ops_follow_one_another_whatever_the_host_does_between_them() -> None:
     """Short ops are slept together: each is as long as it is said, and so are all of them."""
-    assert _seconds(Device(), [0.02, 0.03]) >= 0.05
-    assert _seconds(Device(), [0.001] * 40) >= 0.04
+    assert _seconds(Rank(None), [0.02, 0.03]) >= 0.05
+    assert _seconds(Rank(None), [0.001] * 40) >= 0.04
 
 
 def test_the_host_runs_ahead_of_ops() -> None:
-    device = Device()
+    device = Rank(None)
     device.begin()
     start = time.perf_counter()
     device.compute(0.2)
@@ -67,14 +67,14 @@ def test_the_host_runs_ahead_of_ops() -> None:
 
 
 def test_a_pace_changes_every_sleep() -> None:
-    device = Device()
+    device = Rank(None)
     device.pace = 3.0
     assert _seconds(device, [0.02]) >= 0.06
 
 
 def test_a_segment_ends_when_the_device_is_done() -> None:
     rank, spans = Rank(None), []
-    with annotate.noting(spans), rank.device_segment("forward", 2, 1):
+    with annotate.noting(spans), rank.segment("forward", 2, 1):
         rank.do([_op("gelu", 0.004)])
     ((label, stage, micro_batch, start, end),) = spans
     assert (label, stage, micro_batch) == ("forward", 1, 2)
