@@ -137,24 +137,19 @@ def _read_facts(path: str, version: tuple[int, int]) -> tuple[Mapping[str, Hardw
     """Content of a file; ``version`` makes the cache read a changed file again."""
     try:
         found = _from_tables(read_facts(path, ("hardware", "fabric")))
-        for hardware in found[0].values():
-            _check_units(hardware)
-        return found
     except JobError as error:
         raise JobError(f"{path}: {error}") from None
-
-
-def _check_units(hardware: Hardware) -> None:
-    """Refuse facts in units that are 10^9 or 10^12 times too large, as TFLOP/s and Gbyte/s."""
-    facts = {f"peak_flops.{dtype}": (peak, "FLOP/s") for dtype, peak in hardware.peak_flops.items()}
-    facts["memory_bandwidth_bytes_per_s"] = hardware.memory_bandwidth_bytes_per_s, "byte/s"
-    facts["memory_bytes"] = hardware.memory_bytes, "byte"
-    for name, (value, unit) in facts.items():
-        if value < LEAST_FACT:
-            raise JobError(
-                f"hardware {hardware.name:.80}: {name} is in {unit}, of which a device has {LEAST_FACT:g} at least: "
-                f"write {value:g}e9 or {value:g}e12 in place of {value:g}"
-            )
+    for hardware in found[0].values():
+        facts = {f"peak_flops.{dtype}": (peak, "FLOP/s") for dtype, peak in hardware.peak_flops.items()}
+        facts["memory_bandwidth_bytes_per_s"] = hardware.memory_bandwidth_bytes_per_s, "byte/s"
+        facts["memory_bytes"] = hardware.memory_bytes, "byte"
+        for name, (value, unit) in facts.items():
+            if value < LEAST_FACT:  # in units that are 10^9 or 10^12 times too large, as TFLOP/s and Gbyte/s
+                raise JobError(
+                    f"{path}: hardware {hardware.name:.80}: {name} is in {unit}, of which a device has {LEAST_FACT:g} "
+                    f"at least: write {value:g}e9 or {value:g}e12 in place of {value:g}"
+                )
+    return found
 
 
 def usual_fabric(hardware: str) -> str:

@@ -26,13 +26,8 @@ def _fact(default: Any, least: float = 0.0, most: float = 1e18) -> Any:
     return field(default=default, metadata={"range": (least, most)})
 
 
-_OPTIONAL = (
-    "host_kinds_s",
-    "power_w",
-    "idle_w",
-    "product_power_w",
-    "exponentials_per_s",
-)  # written only if they are known
+# Written only if they are known.
+_OPTIONAL = ("host_kinds_s", "power_w", "idle_w", "product_power_w", "exponentials_per_s")
 # Kinds of op around which a dispatcher of tokens runs its host code: four in a layer's forward and backward.
 _DISPATCHED = ("permute", "unpermute", "unpermute_backward")
 MOST_SLOWDOWN = 1.5  # at a power limit: base clocks are about two thirds of the highest ones
@@ -100,36 +95,29 @@ class Hardware:
         for name in ("name", "kind", "source"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name).isprintable():
                 raise JobError(f"{name} of a hardware must be a printable text, got {getattr(self, name)!r:.80}")
+        us = f"hardware {self.name:.80}:"
         if self.kind not in ("gpu", "cpu"):
-            raise JobError(f"hardware {self.name:.80}: kind must be gpu or cpu, got {self.kind!r:.80}")
-        numbers: dict[str, tuple[Any, tuple[float, float]]] = {}
+            raise JobError(f"{us} kind must be gpu or cpu, got {self.kind!r:.80}")
         for each in fields(self):
-            found, within = getattr(self, each.name), each.metadata.get("range")
-            if within and each.hash is None:
-                numbers[each.name] = found, within
-            elif within and not isinstance(found, dict):
-                raise JobError(f"hardware {self.name:.80}: {each.name} must be a table of numbers, got {found!r:.80}")
-            elif within:
-                numbers |= {f"{each.name}.{key}": (value, within) for key, value in found.items()}
-        for name, (value, (least, most)) in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-                raise JobError(
-                    f"hardware {self.name:.80}: {name:.80} must be a number from {least:g} to {most:g}, "
-                    f"got {value!r:.80}"
-                )
-        if not self.peak_flops:
-            raise JobError(f"hardware {self.name:.80}: peak_flops must state a peak of one dtype at least, got none")
+            found, (least, most) = getattr(self, each.name), each.metadata.get("range", (None, None))
+            if least is None:
+                continue
+            if each.hash is False and not isinstance(found, dict):
+                raise JobError(f"{us} {each.name} must be a table of numbers, got {found!r:.80}")
+            inside = {f".{key}": value for key, value in found.items()} if each.hash is False else {"": found}
+            for key, value in inside.items():
+                if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+                    rule = f"must be a number from {least:g} to {most:g}, got {value!r:.80}"
+                    raise JobError(f"{us} {each.name + key:.80} {rule}")
         strange = sorted(set(self.peak_flops) - set(DTYPE_BYTES))
-        if strange:
-            raise JobError(
-                f"hardware {self.name:.80}: peak_flops must name dtypes of {', '.join(DTYPE_BYTES)}, "
-                f"got {', '.join(strange):.80}"
-            )
         unknown = sorted(set(self.host_kinds_s) - set(OP_KINDS) - set(COLLECTIVE_KINDS))
+        if not self.peak_flops:
+            raise JobError(f"{us} peak_flops must state a peak of one dtype at least, got none")
+        if strange:
+            rule = f"peak_flops must name dtypes of {', '.join(DTYPE_BYTES)}"
+            raise JobError(f"{us} {rule}, got {', '.join(strange):.80}")
         if unknown:
-            raise JobError(
-                f"hardware {self.name}: host_kinds_s names ops and collectives, got {', '.join(unknown):.200}"
-            )
+            raise JobError(f"{us} host_kinds_s names ops and collectives, got {', '.join(unknown):.200}")
 
     @property
     def has_host(self) -> bool:
@@ -150,7 +138,14 @@ class Hardware:
     def launch_s(self, work: Op | Collective, calls: LaunchCalls = ONE_LAUNCH) -> float:
         """The host's time to launch an op or collective; ``calls`` count for kinds of which no time was measured."""
         seconds = self.host_kinds_s.get(work.kind)
-        return self.host_op_s * _calls(work, calls) if seconds is None else seconds * launch_units(work)
+        if seconds is not None:
+            return seconds * launch_units(work)
+        if not calls.dispatch or not isinstance(work, Op):
+            return self.host_op_s * calls.op
+        if work.kind in _DISPATCHED:
+            return self.host_op_s * calls.dispatch
+        names = work.record.dim_names
+        return self.host_op_s * float(work.dims[names.index("groups")] if "groups" in names else calls.op)
 
     def flops_per_s(self, dtype: str) -> float:
         """Peak for a dtype."""
@@ -185,16 +180,6 @@ def throttled(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
 def power_type(dtype: str) -> str:
     """A key of ``Hardware.product_power_w``: ``fp8`` for types of a byte or less, ``bf16`` for all others."""
     return "fp8" if DTYPE_BYTES[dtype] == 1 else "bf16"
-
-
-def _calls(work: Op | Collective, calls: LaunchCalls) -> float:
-    """The host's time for an op or collective, in launches."""
-    if not calls.dispatch or not isinstance(work, Op):
-        return calls.op
-    if work.kind in _DISPATCHED:
-        return calls.dispatch
-    names = work.record.dim_names
-    return float(work.dims[names.index("groups")]) if "groups" in names else calls.op
 
 
 def launch_units(work: Op | Collective) -> float:
@@ -264,11 +249,9 @@ class Fabric:
 
 def fabric_from_dict(name: str, table: dict[str, Any]) -> Fabric:
     """A fabric from a table with ``intra_node`` and ``inter_node`` links in Gbyte/s per device and microseconds."""
-    links = {key: _link(key, table.get(key)) for key in ("intra_node", "inter_node")}
-    unknown = set(table) - set(links) - {"source"}
-    if unknown:
-        raise JobError(f"fabric has keys intra_node and inter_node, got also {', '.join(sorted(unknown))}")
-    return Fabric(name, links["intra_node"], links["inter_node"])
+    if unknown := sorted(set(table) - {"intra_node", "inter_node", "source"}):
+        raise JobError(f"fabric has keys intra_node and inter_node, got also {', '.join(unknown)}")
+    return Fabric(name, *(_link(key, table.get(key)) for key in ("intra_node", "inter_node")))
 
 
 def _link(key: str, link: Any) -> Link:

@@ -137,9 +137,8 @@ class Format:
         try:
             re.compile(self.names)
         except (re.error, TypeError) as error:
-            raise TableError(
-                f"names of a table format must be a regular expression, got {self.names!r:.80}: {error}"
-            ) from None
+            got = f"{self.names!r:.80}: {error}"
+            raise TableError(f"names of a table format must be a regular expression, got {got}") from None
         if not isinstance(self.licence, str) or not self.licence:
             raise TableError(f'licence of a table format must be a text such as "unknown", got {self.licence!r:.80}')
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _TEXTS = ("device", "fabric", "software", "source")
 _META = b"stepsight.measurements"
+_SIGNATURE = ("kind", "dims", "dtype", "num_bytes", "group_size", "ranks_per_node")  # "" or 0 where a work has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +91,12 @@ class Measurements:
         self, kind: str | Collection[str] | None = None, device: str | Collection[str] | None = None
     ) -> Measurements:
         """Rows of one or several kinds (of ops or of collectives) and devices."""
-        kinds, devices = ({one} if isinstance(one, str) else one for one in (kind, device))
         mask = np.ones(len(self), bool)
-        if kinds is not None:
-            mask &= np.fromiter((work.kind in kinds for work in self.works), bool, len(self))
-        if devices is not None:
-            mask &= np.fromiter((name in devices for name in self.device), bool, len(self))
+        kinds = [work.kind for work in self.works]
+        for wanted, found in ((kind, kinds), (device, self.device)):
+            if wanted is not None:
+                allowed = {wanted} if isinstance(wanted, str) else wanted
+                mask &= np.fromiter((name in allowed for name in found), bool, len(self))
         return self.take(mask)
 
     @staticmethod
@@ -118,9 +119,14 @@ class Measurements:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        signatures = list(zip(*map(_signature, self.works), strict=True)) or [()] * 6
+        signatures = [
+            (each.kind, each.dims, each.dtype, 0, 0, 0) if isinstance(each, Op)
+            else (each.kind, (), "", each.num_bytes, each.group_size, each.ranks_per_node)
+            for each in self.works
+        ]  # fmt: skip
+        columns = [list(column) for column in zip(*signatures, strict=True)] or [[]] * 6
         texts = [list(getattr(self, name)) for name in _TEXTS]
-        table = pa.table([*map(list, signatures), self.seconds, *texts], schema=_schema())
+        table = pa.table([*columns, self.seconds, *texts], schema=_schema())
         meta = {"files": {name: asdict(file) for name, file in self.files.items()}, "skipped": dict(self.skipped)}
         with new_file(path) as temporary:
             pq.write_table(table.replace_schema_metadata({_META: json.dumps(meta).encode()}), temporary)
@@ -139,19 +145,19 @@ class Measurements:
                 f"beside them, got {', '.join(table.column_names)} in {path}"
             )
         shared: dict[tuple[Any, ...], Op | Collective] = {}
+        works: list[Op | Collective] = []
         try:
-            *signatures, seconds, device, fabric, software, source = (
-                tuple(column.to_pylist()) for column in table.columns
-            )
-            works = tuple(_work(shared, *row) for row in zip(*signatures, strict=True))
+            *signatures, seconds, device, fabric, software, source = (tuple(each.to_pylist()) for each in table.columns)
+            for kind, dims, dtype, *sizes in zip(*signatures, strict=True):  # equal rows share one object
+                key = (kind, *dims, dtype, *sizes)
+                if key not in shared:
+                    shared[key] = Collective(kind, *sizes) if sizes[1] else Op(kind, tuple(dims), dtype)
+                works.append(shared[key])
             said = json.loads(meta)
-            files = {
-                name: SourceFile(str(file["licence"]), str(file["digest"])) for name, file in said["files"].items()
-            }
+            files = {name: SourceFile(str(of["licence"]), str(of["digest"])) for name, of in said["files"].items()}
             skipped = {str(why): int(count) for why, count in said["skipped"].items()}
-            return Measurements(
-                works, np.array(seconds, float), device, fabric, software, source, files=files, skipped=skipped
-            )
+            times = np.array(seconds, float)
+            return Measurements(tuple(works), times, device, fabric, software, source, files, skipped)
         except MALFORMED as error:
             raise TableError(f"{path}: {error}") from None
 
@@ -159,59 +165,30 @@ class Measurements:
 def _schema() -> pa.Schema:
     import pyarrow as pa
 
-    return pa.schema(
-        [
-            ("kind", pa.string()),
-            ("dims", pa.list_(pa.int64())),  # empty for a collective
-            ("dtype", pa.string()),  # "" for a collective
-            ("num_bytes", pa.int64()),  # 0 for an op, as are the next two
-            ("group_size", pa.int64()),
-            ("ranks_per_node", pa.int64()),
-            ("seconds", pa.float64()),
-            *((name, pa.string()) for name in _TEXTS),
-        ]
-    )
-
-
-def _signature(work: Op | Collective) -> tuple[str, tuple[int, ...], str, int, int, int]:
-    if isinstance(work, Op):
-        return work.kind, work.dims, work.dtype, 0, 0, 0
-    return work.kind, (), "", work.num_bytes, work.group_size, work.ranks_per_node
-
-
-def _work(
-    shared: dict[tuple[Any, ...], Op | Collective], kind: str, dims: list[int], dtype: str, *sizes: int
-) -> Op | Collective:
-    """The op or collective of a row; equal rows share one object."""
-    key = (kind, *dims, dtype, *sizes)
-    if key not in shared:
-        shared[key] = Collective(kind, *sizes) if sizes[1] else Op(kind, tuple(dims), dtype)
-    return shared[key]
+    kinds = pa.string(), pa.list_(pa.int64()), pa.string(), pa.int64(), pa.int64(), pa.int64()
+    columns = [*zip(_SIGNATURE, kinds, strict=True), ("seconds", pa.float64())]
+    return pa.schema([*columns, *((name, pa.string()) for name in _TEXTS)])
 
 
 def summary(table: Measurements) -> dict[str, Any]:
     """Counts by kind, device, fabric, software and file; times in microseconds."""
     kinds = np.array([work.kind for work in table.works], str)
     microseconds = table.seconds * 1e6
+    rows_of = dict.fromkeys(table.files, 0) | Counter(table.source)
+    skipped = dict(sorted(table.skipped.items()))
+    files = {name: {"rows": rows_of[name], **asdict(table.files[name])} for name in sorted(rows_of)}
+    spans = {str(kind): microseconds[kinds == kind] for kind in np.unique(kinds)}
     return {
         "rows": len(table),
         "kinds": {
-            str(kind): {
-                "rows": int((kinds == kind).sum()),
-                "min_us": float(microseconds[kinds == kind].min()),
-                "max_us": float(microseconds[kinds == kind].max()),
-            }
-            for kind in np.unique(kinds)
+            kind: {"rows": len(of), "min_us": float(of.min()), "max_us": float(of.max())} for kind, of in spans.items()
         },
         **{f"{name}s": dict(sorted(Counter(getattr(table, name)).items())) for name in ("device", "fabric")},
         "software": dict(sorted(Counter(table.software).items())),
-        "files": {
-            name: {"rows": count, "licence": table.files[name].licence, "digest": table.files[name].digest}
-            for name, count in sorted((dict.fromkeys(table.files, 0) | Counter(table.source)).items())
-        },
-        "skipped": dict(sorted(table.skipped.items())),
+        "files": files,
+        "skipped": skipped,
         "rows_used": len(table),
-        "rows_left_out": dict(sorted(table.skipped.items())),
+        "rows_left_out": skipped,
     }
 
 
@@ -239,16 +216,7 @@ NO_TIME = "no time"
 COPY = "equal in all to another row"
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e6  # of one call: others are mistakes of typing or of units
 # What a value that is none of a reader's raises, in a file that is none of its format.
-MALFORMED = (
-    ValueError,
-    TypeError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-    ArithmeticError,
-)
+MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class Rows:
@@ -311,16 +279,9 @@ class Rows:
             raise self.error(text, number)
         said = {rule: f"{text:.200} (the first in row {number})" for rule, (number, text) in self._broken.items()}
         works, seconds, device, fabric, software, _ = zip(*self._rows, strict=True) if self._rows else ((),) * 6
-        return Measurements(
-            works,
-            np.array(seconds, float),
-            device,
-            fabric,
-            software,
-            source=(source,) * len(works),
-            files={source: file},
-            skipped={said.get(reason, reason): count for reason, count in self.skipped.items()},
-        )
+        skipped = {said.get(reason, reason): count for reason, count in self.skipped.items()}
+        sources, times = (source,) * len(works), np.array(seconds, float)
+        return Measurements(works, times, device, fabric, software, sources, {source: file}, skipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,9 +310,8 @@ class Line:
         """An integer of at least ``least``."""
         value = self.real(column)
         if not (math.isfinite(value) and value == int(value) and value >= least):
-            raise self.rows.error(
-                f"{column} must be a whole number >= {least}, got {self.text(column)!r:.80}", self.number
-            )
+            rule = f"{column} must be a whole number >= {least}, got {self.text(column)!r:.80}"
+            raise self.rows.error(rule, self.number)
         return int(value)
 
 

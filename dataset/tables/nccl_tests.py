@@ -13,7 +13,6 @@ import re
 import tarfile
 from collections import Counter
 from pathlib import PurePath
-from typing import NamedTuple
 
 from stepsight.dataset.base.bounded import check_unpacked, read_unpacked, reason
 from stepsight.dataset.kinds import benchmark_names
@@ -38,17 +37,6 @@ UNKNOWN_TYPE = "a row of a type that is not known"
 _CLUSTER = re.compile(r"(?:example-)?cluster\d+")
 
 
-class _Where(NamedTuple):
-    """Ranks of a run, and what tells its log from others."""
-
-    num_ranks: int
-    num_nodes: int
-    device: str
-    fabric: str
-    software: str
-    log: str
-
-
 def read(rows: Rows) -> None:
     """Logs, archives of logs, or a table of what logs say."""
     if rows.path.name.endswith((".csv", ".csv.gz")):
@@ -56,10 +44,11 @@ def read(rows: Rows) -> None:
             with rows.row(line.number):
                 log, nodes, device = line.cells.get("file", ""), line.whole("n_nodes"), device_name(line.text("device"))
                 fabric = _fabric(nodes, device, log)
-                where = _Where(line.whole("n_ranks", 2), nodes, device, fabric, "nccl-tests", log)
+                told = {"device": device, "fabric": fabric, "software": "nccl-tests", "part": log}
                 times = line.real("time_us_oop"), line.real("time_us_ip")
                 wrong = line.cells.get("wrong_oop", "0"), line.cells.get("wrong_ip", "0")
-                _add(rows, where, line.text("collective"), line.whole("size_bytes", 0), times, wrong)
+                work = line.text("collective"), line.whole("size_bytes", 0), line.whole("n_ranks", 2), nodes
+                _add(rows, told, work, times, wrong)
         return
     if not rows.path.name.endswith((".tar", ".tar.gz", ".tgz")):
         _read_log(rows, str(rows.path), read_text(rows))
@@ -92,7 +81,7 @@ def _read_log(rows: Rows, path: str, log: str) -> None:
     test, library, num_rows = _named(tests, path, log), "", 0
     ranks: dict[int, tuple[str, str]] = {}
     variables: dict[str, str] = {}
-    where: _Where | None = None
+    told: dict[str, str] = {}
     for number, text in enumerate(log.splitlines(), 1):
         row = _ROW.match(text)
         if row is None:
@@ -106,8 +95,8 @@ def _read_log(rows: Rows, path: str, log: str) -> None:
             if found := _VARIABLE.search(text):
                 variables[found[1]] = found[2].rstrip(".")
             if found := _RANK.search(text):
-                if where is not None:  # the next run's
-                    ranks, where, variables = {}, None, {}
+                if told:  # the next run's
+                    ranks, told, variables = {}, {}, {}
                 ranks[int(found[1])] = (found[2], found[3].strip())
             continue
         num_rows += 1
@@ -127,14 +116,14 @@ def _read_log(rows: Rows, path: str, log: str) -> None:
         if len(ranks) < 2:
             rule = f"a log must list two ranks or more (#  Rank  0 ... on HOST ...), got {len(ranks)}"
             raise rows.error(rule, number)
-        if where is None:
+        if not told:
             device = device_name(ranks[min(ranks)][1])
             software = [f"nccl-tests{library}", *(f"{name}={variables[name]}" for name in sorted(variables))]
-            fabric = _fabric(len(per_host), device, path)
-            where = _Where(len(ranks), len(per_host), device, fabric, " ".join(software), f"{path}:{number}")
+            told = {"device": device, "fabric": _fabric(len(per_host), device, path), "software": " ".join(software)}
+            told["part"] = f"{path}:{number}"
         with rows.row(number):
             size = int(row[1])
-            _add(rows, where, test, size, *_times(size, row[4]))
+            _add(rows, told, (test, size, len(ranks), len(per_host)), *_times(size, row[4]))
     if not num_rows:
         if not (test and ranks):
             raise rows.error("a log of nccl-tests must list its ranks, then sizes with times and bandwidths")
@@ -185,9 +174,17 @@ def _times(size: int, text: str) -> tuple[tuple[float, float], tuple[str, str]]:
 
 
 def _add(
-    rows: Rows, where: _Where, test: str, size: int, times_us: tuple[float, float], wrong: tuple[str, str]
-) -> None:
-    """Add a result; microseconds and wrong results, each out of place and in place."""
+    rows: Rows, told: dict[str, str], work: tuple[str, int, int, int], times_us: tuple[float, float],
+    wrong: tuple[str, str],
+) -> None:  # fmt: skip
+    """Add a result.
+
+    Args:
+        told: Device, fabric, software and log.
+        work: Name of the test, size in bytes, numbers of ranks and of nodes.
+        times_us: Microseconds out of place and in place; ``wrong`` results likewise.
+    """
+    test, size, group, nodes = work
     kind = benchmark_names().get(test)
     in_place = kind == "all_reduce"
     cell = wrong[in_place].strip()  # a number of wrong results, or in logs before 2022 the largest relative error
@@ -198,13 +195,12 @@ def _add(
     if kind is None or size == 0 or not right:
         rows.skip(f"no collective kind for {test}" if kind is None else "wrong results" if size else "no message size")
         return
-    group, per_node = where.num_ranks, where.num_ranks // where.num_nodes
-    if where.num_ranks % where.num_nodes:
-        raise ValueError(f"nodes must have as many ranks each, got {where.num_ranks} on {where.num_nodes}")
+    if group % nodes:
+        raise ValueError(f"nodes must have as many ranks each, got {group} on {nodes}")
+    per_node = group // nodes
     if COLLECTIVE_KINDS[kind].route == "message":
-        if where.num_nodes > 2:
+        if nodes > 2:
             rows.skip("a ring of messages over more than two nodes")
             return
-        group, per_node = 2, 3 - where.num_nodes
-    work, seconds = Collective(kind, size, group, per_node), times_us[in_place] * 1e-6
-    rows.add(work, seconds, device=where.device, fabric=where.fabric, software=where.software, part=where.log)
+        group, per_node = 2, 3 - nodes
+    rows.add(Collective(kind, size, group, per_node), times_us[in_place] * 1e-6, **told)
