@@ -37,23 +37,15 @@ def check_possible(box: dict[str, Any]) -> None:
     """Refuse a box that this machine cannot hold, with what it lacks."""
     if not sys.platform.startswith("linux"):
         raise HarnessError(f"a box needs Linux's network namespaces, got {sys.platform}")
-    lacking = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
-    if lacking:
+    if lacking := [tool for tool in ("ip", "tc") if not shutil.which(tool)]:
         raise HarnessError(f"a box needs iproute2 (the commands ip and tc): {' and '.join(lacking)} not found")
-    why = _lacks(*_BUILT)
-    if why:
+    if why := _lacks(*_BUILT):
         raise HarnessError(
             "a box needs root (CAP_NET_ADMIN and CAP_SYS_ADMIN) and a kernel with veth, bridge and tbf, "
             f"got uid {os.geteuid()}: {why}"
         )
-    if _is_late(box):
-        why = _lacks(*_BUILT, "tc qdisc add dev probe2 root netem delay 1ms")
-        if why:
-            raise HarnessError(f"latency_ms of a box needs netem, but this kernel has no sch_netem: {why}")
-
-
-def _is_late(box: dict[str, Any]) -> bool:
-    return any(box.get("latency_ms", ()))
+    if any(box.get("latency_ms", ())) and (why := _lacks(*_BUILT, "tc qdisc add dev probe2 root netem delay 1ms")):
+        raise HarnessError(f"latency_ms of a box needs netem, but this kernel has no sch_netem: {why}")
 
 
 def _lacks(*commands: str) -> str:
@@ -83,36 +75,34 @@ def run_box(box: dict[str, Any], work: Callable[[], None]) -> int:
 
     The calling process becomes the switch that joins the nodes.
     """
-    nodes, rates = box["nodes"], box["mbits_per_s"]
     gc.collect()
     gc.freeze()  # or every rank's own collection writes to, and so copies, all that they share
     _unshare()
     _run("ip link add switch type bridge")
     _run("ip link set switch up")
-    workers: dict[int, int] = {}
+    workers: set[int] = set()
     here = os.getpid()
-    for node in range(nodes):
+    for node in range(box["nodes"]):
         has_network, unshared = os.pipe()
         has_link, linked = os.pipe()
         pid = os.fork()
         if pid == 0:
             die_with(here)
             _leave(lambda: _node(node, box, unshared, has_link, work))  # noqa: B023
-        workers[pid] = node
+        workers.add(pid)
         os.close(unshared)  # so that a node that ends early ends the wait below
         if not os.read(has_network, 1):
             raise HarnessError(f"a box could not be built: node {node} ended")
         port = f"port{node}"
         _run(f"ip link add {port} mtu {MTU} type veth peer name {INTERFACE} mtu {MTU} netns {pid}")
         _run(f"ip link set {port} master switch up")
-        _limit(port, rates[node])
+        _limit(port, box["mbits_per_s"][node])
         os.write(linked, b"x")
     worst = 0
     while workers:
         pid, status = os.wait()
-        workers.pop(pid, None)
-        code = os.waitstatus_to_exitcode(status)
-        if code:
+        workers.discard(pid)
+        if code := os.waitstatus_to_exitcode(status):
             for other in workers:  # they would wait for it
                 os.kill(other, signal.SIGTERM)
             worst = worst or code
@@ -128,9 +118,8 @@ def _node(node: int, box: dict[str, Any], unshared: int, has_link: int, work: Ca
     _run(f"ip addr add {SUBNET}.{node + 1}/24 dev {INTERFACE}")
     _run(f"ip link set {INTERFACE} up")
     _run("ip link set lo up")
-    _limit(INTERFACE, box["mbits_per_s"][node], box["latency_ms"][node] if _is_late(box) else 0.0)
-    size = box["ranks_per_node"]
-    here = os.getpid()
+    _limit(INTERFACE, box["mbits_per_s"][node], box["latency_ms"][node] if any(box.get("latency_ms", ())) else 0.0)
+    size, here = box["ranks_per_node"], os.getpid()
     for local in range(size):
         if os.fork() == 0:
             die_with(here)

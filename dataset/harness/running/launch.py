@@ -148,15 +148,13 @@ def _busy_seconds() -> float:
     except OSError:
         return 0.0
     ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    ticks = [line.split() for line in lines if line.split(" ", 1)[0] in ours]
-    idle = (4, 5)  # idle, waiting for a disk
-    return sum(int(cpu[i]) for cpu in ticks for i in range(1, 9) if i not in idle) / os.sysconf("SC_CLK_TCK")
+    ticks = [cpu for line in lines if (cpu := line.split())[:1] and cpu[0] in ours]
+    return sum(int(cpu[i]) for cpu in ticks for i in (1, 2, 3, 6, 7, 8)) / os.sysconf("SC_CLK_TCK")  # but 4, 5: idle
 
 
 def _outstanding(out: Path, plan: dict[str, Any], size: int) -> list[str]:
     """Names of the unfinished runs and events of this world size."""
-    runs = [run["name"] for run in plan["runs"] if plans.ranks_needed(run) == size]
-    runs = [name for name in runs if not is_done(out, name)]
+    runs = [run["name"] for run in plan["runs"] if plans.ranks_needed(run) == size and not is_done(out, run["name"])]
     events = [event["name"] for event in plan["events"] if event["world_size"] == size]
     return runs + [name for name in events if not (out / "events" / f"{name}.json").exists()]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..base.atomic_files import read_json
+from ..plan.job_checks import is_of
 
 CERTAIN = 0.01  # relative error of the median below which a run needs no more rounds
 
@@ -56,23 +57,16 @@ def uncertainty(rounds: Sequence[Sequence[float]]) -> float:
 
 
 def _is_state(state: Any, run: dict[str, Any]) -> bool:
+    """Whether these are finished rounds of a run."""
     if not isinstance(state, dict) or set(state) != {"rounds", "losses", "records"}:
         return False
     rounds, losses, records = state["rounds"], state["losses"], state["records"]
-    if not isinstance(records, list) or len(records) != (len(rounds) if "sleeps" in run else 0):
+    if not all(isinstance(column, list) for column in (rounds, losses, records)) or not rounds:
         return False
-    if not isinstance(rounds, list) or not rounds:
-        return False
-    if not all(_are_numbers(seconds, run["steps"]) and min(seconds) > 0 for seconds in rounds):
-        return False
-    return _are_numbers(losses, run["warmup"] + run["steps"])
-
-
-def _are_numbers(column: Any, count: int) -> bool:
-    """Whether these are finite numbers, as many as expected."""
-    if not isinstance(column, list) or len(column) != count:
-        return False
-    return all(isinstance(x, int | float) and not isinstance(x, bool) and abs(x) < float("inf") for x in column)
+    columns = [(losses, run["warmup"] + run["steps"]), *((seconds, run["steps"]) for seconds in rounds)]
+    whole = all(isinstance(column, list) and len(column) == count for column, count in columns)
+    numbers = whole and all(is_of(value, float) for column, _ in columns for value in column)
+    return numbers and min(map(min, rounds)) > 0 and len(records) == (len(rounds) if "sleeps" in run else 0)
 
 
 ROUND_UNITS = 40  # a round of a run takes about as long as this many signatures
@@ -84,21 +78,18 @@ class Progress:
     def __init__(
         self, total: int, done: int = 0, *, shown: bool = True, stream: TextIO | None = None, verb: str = "collect"
     ) -> None:
-        self._verb = verb
+        self._verb, self._shown, self._stream = verb, shown, stream or sys.stderr
         self._total, self._done, self._earlier = total, done, done
-        self._stream = stream or sys.stderr
-        self._shown, self._terminal = shown, self._stream.isatty()
+        self._terminal, self._open = self._stream.isatty(), False
         self._start, self._last = time.monotonic(), float("-inf")
-        self._open = False
 
     def update(self, doing: str, done: int = 0) -> None:
         """Add finished units, and show what runs now."""
         self._done += done
         now = time.monotonic()
-        if not self._shown or now - self._last < (0.1 if self._terminal else 5.0):
-            return
-        self._last = now
-        self._write(doing)
+        if self._shown and now - self._last >= (0.1 if self._terminal else 5.0):
+            self._last = now
+            self._write(doing)
 
     def close(self, text: str) -> None:
         """Write the last line."""
@@ -111,20 +102,12 @@ class Progress:
             self._stream.write("\n")
 
     def _write(self, text: str, *, last: bool = False) -> None:
-        percent = 100 * self._done // max(1, self._total)
-        line = f"{self._verb} {percent:3d}% {self._left()} {text}"
+        percent, elapsed = 100 * self._done // max(1, self._total), time.monotonic() - self._start
+        new, left = self._done - self._earlier, self._total - self._done
+        told = f"{elapsed:.0f}s, {elapsed * left / new:.0f}s left" if new > 0 and left > 0 else f"{elapsed:.0f}s"
+        line = f"{self._verb} {percent:3d}% {told} {text}"
         if self._terminal:
-            bar = "#" * (percent // 5)
-            self._stream.write(f"\r\x1b[K{f'[{bar:<20}] {line}'[:110]}")
-            self._open = not last
-            if last:
-                self._stream.write("\n")
-        else:
-            self._stream.write(line + "\n")
+            line = "\r\x1b[K" + f"[{'#' * (percent // 5):<20}] {line}"[:110]
+        self._open = self._terminal and not last
+        self._stream.write(line if self._open else line + "\n")
         self._stream.flush()
-
-    def _left(self) -> str:
-        elapsed, new = time.monotonic() - self._start, self._done - self._earlier
-        if new <= 0 or self._done >= self._total:
-            return f"{elapsed:.0f}s"
-        return f"{elapsed:.0f}s, {elapsed * (self._total - self._done) / new:.0f}s left"
