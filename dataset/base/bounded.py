@@ -126,10 +126,7 @@ def read_unpacked(path: Path) -> bytes:
     Raises:
         OSError: As ``read_file``; if it is broken gzip, or unpacks to more than the limits (``ReadError``).
     """
-    with _opened(path) as file:
-        packed = file.read(2) == _GZIP
-        file.seek(0)
-        return b"".join(_inflated_parts(file, path, _CHUNK)) if packed else file.read()
+    return b"".join(unpacked_blocks(path, _CHUNK))
 
 
 def unpacked_blocks(path: Path, size: int) -> Iterator[bytes]:
@@ -160,10 +157,26 @@ def read_parquet(path: Path) -> pa.Table:
         OSError: If it is missing, no plain or no whole Parquet file, or holds more than the limits (``ReadError``).
     """
     import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
 
     try:
         with _opened(path) as source:
-            return _parquet_table(source, path)
+            stated, schema = read_footer(source), pq.ParquetFile(source).schema_arrow
+            cells = max(stated.num_rows * max(1, len(schema)), stated.num_values)
+            check_unpacked(max(8 * cells, stated.num_bytes), os.fstat(source.fileno()).st_size, path)
+            texts = [each.name for each in schema if pa.types.is_string(each.type) or pa.types.is_binary(each.type)]
+            # A text that millions of rows share is stored once, and stays so until it is known to be short.
+            table = pq.ParquetFile(source, read_dictionary=texts).read()
+        for index, field in enumerate(table.schema):
+            if pa.types.is_dictionary(field.type):
+                column, plain = table.column(index), schema.field(index).type
+                lengths = (pc.max(pc.binary_length(each.dictionary)).as_py() for each in column.chunks)
+                longest = max((length or 0 for length in lengths), default=0)
+                if longest > LONGEST_TEXT:
+                    raise ReadError(path, f"a text of a table must have at most {LONGEST_TEXT} bytes, got {longest}")
+                table = table.set_column(index, field.with_type(plain), column.cast(plain))
+        return table.replace_schema_metadata(schema.metadata)
     except ReadError:
         raise
     except (pa.ArrowException, ValueError, TypeError, KeyError, OverflowError) as error:
@@ -193,27 +206,6 @@ def parquet_rows(path: Path) -> int:
             return read_footer(source).num_rows
     except ValueError as error:
         raise ReadError(path, f"must be a whole Parquet file, got {reason(error):.200}") from None
-
-
-def _parquet_table(source: BinaryIO, path: Path) -> pa.Table:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
-
-    stated, schema = read_footer(source), pq.ParquetFile(source).schema_arrow
-    cells = max(stated.num_rows * max(1, len(schema)), stated.num_values)
-    check_unpacked(max(8 * cells, stated.num_bytes), os.fstat(source.fileno()).st_size, path)
-    texts = [field.name for field in schema if pa.types.is_string(field.type) or pa.types.is_binary(field.type)]
-    # A text that millions of rows share is stored once, and stays so until it is known to be short.
-    table = pq.ParquetFile(source, read_dictionary=texts).read()
-    for index, field in enumerate(table.schema):
-        if pa.types.is_dictionary(field.type):
-            column, plain = table.column(index), schema.field(index).type
-            longest = max((pc.max(pc.binary_length(each.dictionary)).as_py() or 0 for each in column.chunks), default=0)
-            if longest > LONGEST_TEXT:
-                raise ReadError(path, f"a text of a table must have at most {LONGEST_TEXT} bytes, got {longest}")
-            table = table.set_column(index, field.with_type(plain), column.cast(plain))
-    return table.replace_schema_metadata(schema.metadata)
 
 
 def _opened(path: Path) -> BinaryIO:

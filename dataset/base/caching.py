@@ -211,7 +211,10 @@ class compiled(Generic[P]):  # noqa: N801  (a decorator)
         if self._native is not None:
             self._native(*args, **kwargs)
         elif compiled.spent_s > self._patience_s:
-            self._announce()
+            if not self._kept and not compiled.said:
+                compiled.said = True
+                told = "stepsight: compiling with numba, once after installing: some ten seconds"
+                print(told, file=sys.stderr, flush=True)
             self._native = self.compile()
             try:
                 self._native(*args, **kwargs)
@@ -222,13 +225,6 @@ class compiled(Generic[P]):  # noqa: N801  (a decorator)
             begin = time.thread_time()
             self.function(*args, **kwargs)
             compiled.spent_s += time.thread_time() - begin
-
-    def _announce(self) -> None:
-        """Say once that loops are being compiled, if that takes long."""
-        if not self._kept and not compiled.said:
-            compiled.said = True
-            told = "stepsight: compiling with numba, once after installing: some ten seconds"
-            print(told, file=sys.stderr, flush=True)
 
     def compile(self, *, keep: bool = True) -> Callable[P, None]:
         """Compile the function, and the functions of its module that it calls.

@@ -64,21 +64,15 @@ def read_run(folder: Path, executions: bool = False) -> Trace:
     traces: list[RankTrace] = []
     graphs: list[Program] = []
     for rank, files in sorted(manifest.traces.items()):
-        _check_digest(manifest, files[trace_format(files, rank, manifest.folder)])
+        name = files[trace_format(files, rank, manifest.folder)]
+        path, wanted = manifest.folder / name, manifest.digests.get(name)
+        if wanted is not None and path.is_file() and (found := hashlib.sha256(read_file(path)).hexdigest()) != wanted:
+            raise TraceError(f"a trace must be as it was written: SHA-256 {wanted:.16}…, got {found:.16}… of {path}")
         place = Placement(rank=rank, devices_per_node=devices, tp=parallel.tp, dp=parallel.dp)
         trace, graph = read_rank_files(files, manifest.folder, place, executions)
         traces.append(trace)
         graphs.append(graph)
     return Trace(manifest, tuple(traces), tuple(graphs))
-
-
-def _check_digest(manifest: RunManifest, name: str) -> None:
-    """A trace must be the one that was written with the manifest, where the manifest says which."""
-    path, wanted = manifest.folder / name, manifest.digests.get(name)
-    if wanted is not None and path.is_file():
-        found = hashlib.sha256(read_file(path)).hexdigest()
-        if found != wanted:
-            raise TraceError(f"a trace must be as it was written: SHA-256 {wanted:.16}…, got {found:.16}… of {path}")
 
 
 def read_collection(folder: Path) -> Collection:
@@ -97,24 +91,18 @@ def read_collection(folder: Path) -> Collection:
     imported = tuple(path for path in folders if is_imported(path))
     runs = tuple(read_manifest(path) for path in folders if path not in imported)
     events = tuple(path for path in _entries(folder / "events") if path.suffix == ".json")
-    planned, planned_events = (_planned(plan, key, folder / "plan.json") for key in ("runs", "events"))
-    there, there_events = {manifest.name for manifest in runs}, {path.stem for path in events}
-    return Collection(
-        folder,
-        runs,
-        tuple(name for name in planned if name not in there),
-        events,
-        tuple(name for name in planned_events if name not in there_events),
-        imported,
-    )
-
-
-def _planned(plan: dict[str, Any], key: str, path: Path) -> list[str]:
-    """Names of a plan's runs or events."""
     try:
-        return [typed(typed(entry, dict, f"one of {key}").get("name"), str, "name") for entry in plan.get(key, ())]
+        planned, planned_events = (
+            [typed(typed(entry, dict, f"one of {key}").get("name"), str, "name") for entry in plan.get(key, ())]
+            for key in ("runs", "events")
+        )
     except (TypeError, ValueError) as error:
-        raise TraceError(f"a plan must hold lists of runs and events with names: {error} in {path}") from None
+        rule = f"a plan must hold lists of runs and events with names: {error}"
+        raise TraceError(f"{rule} in {folder / 'plan.json'}") from None
+    there, there_events = {manifest.name for manifest in runs}, {path.stem for path in events}
+    absent = tuple(name for name in planned if name not in there)
+    absent_events = tuple(name for name in planned_events if name not in there_events)
+    return Collection(folder, runs, absent, events, absent_events, imported)
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -220,13 +208,10 @@ def run_folders(path: Path) -> list[Path]:
     path = Path(path)
     if (path / MANIFEST).is_file():
         return [path]
-    found = sorted(
-        each.parent for each in (path / "runs").glob(f"*/{MANIFEST}") if not each.parent.name.startswith(".")
-    )
+    found = [folder for folder in _entries(path / "runs") if (folder / MANIFEST).is_file()]
     if not found:
-        raise TraceError(
-            f"a run folder or a collection with runs is needed, got {path}: `stepsight import kineto` makes one"
-        )
+        rule = "a run folder or a collection with runs is needed"
+        raise TraceError(f"{rule}, got {path}: `stepsight import kineto` makes one")
     return found
 
 
@@ -296,8 +281,7 @@ def check_events(tree: dict[str, Any], path: Path) -> EventFile:
     if tree.get("schema") != SCHEMA:
         raise TraceError(f"an event file must have schema = {SCHEMA}, got {tree.get('schema')!r:.80} in {path}")
     try:
-        busy = _size(tree.get("busy"), "busy")
-        if not busy:
+        if not (busy := _size(tree.get("busy"), "busy")):
             raise ValueError(f"busy must be >= 1, got {busy}")
         records = [typed(record, dict, "a record") for record in typed(tree.get("records"), list, "records")]
         works = tuple(_work(record) for record in records)
@@ -308,11 +292,10 @@ def check_events(tree: dict[str, Any], path: Path) -> EventFile:
         )
         facts = _facts(typed(tree.get("hardware", {}), dict, "hardware"))
         box = Box.from_dict(tree["box"]) if "box" in tree else None
-        if box is not None and tree.get("world_size") != box.num_ranks:
-            raise ValueError(
-                f"world_size must equal the box's ranks, got {tree.get('world_size')!r:.80} != {box.num_ranks}"
-            )
-        calls = tuple(_call(record.get("op")) for record in records)
+        if box is not None and (size := tree.get("world_size")) != box.num_ranks:
+            raise ValueError(f"world_size must equal the box's ranks, got {size!r:.80} != {box.num_ranks}")
+        told = [(record.get("op") or {}).get("call", [""]) for record in records]
+        calls = tuple(typed(typed(call, list, "call")[0], str, "name of a call") for call in told)
         return EventFile(path, busy, works, seconds, host, fresh, calls, facts, box)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
@@ -327,11 +310,6 @@ def _work(record: dict[str, Any]) -> Op | Collective:
     table = dict(typed(record["collective"], dict, "collective"))
     kind = typed(table.pop("kind"), str, "kind")
     return Collective(kind, **{name: _size(value, name) for name, value in table.items()})
-
-
-def _call(op: Any) -> str:
-    """Name of the call of a record of an op."""
-    return typed(typed(op["call"], list, "call")[0], str, "name of a call") if op and "call" in op else ""
 
 
 def _size(value: Any, name: str) -> int:

@@ -217,12 +217,11 @@ class Box(Saved):
     def holds(self, job: Job) -> Job:
         """The job on this box: the devices are the box's ranks, which sleep as long as ``HARDWARE`` would compute."""
         fastest = max(self.mbits_per_s)
-        slow = tuple(
-            SlowLink(node=node, slowdown=fastest / rate) for node, rate in enumerate(self.mbits_per_s) if rate < fastest
-        )
+        rates = enumerate(self.mbits_per_s)
+        slow = tuple(SlowLink(node=node, slowdown=fastest / rate) for node, rate in rates if rate < fastest)
         cluster = replace(
-            job.cluster, hardware=HARDWARE, nodes=self.nodes, devices_per_node=self.ranks_per_node, fabric=self.fabric,
-            slow_links=slow,
+            job.cluster, hardware=HARDWARE, nodes=self.nodes, devices_per_node=self.ranks_per_node,
+            fabric=self.fabric, slow_links=slow,
         )  # fmt: skip
         return replace(job, cluster=cluster)
 

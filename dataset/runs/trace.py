@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,11 +57,10 @@ class Trace:
         profiled = statistics.median(trace.step_s or self.manifest.profiled_seconds or (0.0,))
         if not profiled or trace.launch_s.any():  # a profiler slows the host, not the device
             return slots
-        correction = profiling_correction(
-            self.manifest.iteration_time_s, profiled, trace.events_per_step, trace.waited_share
-        )
-        for nodes, drift in ((trace.is_compute, correction.drift), (~trace.is_compute, 1.0)):
-            slots[nodes] = drift * without_overhead(slots[nodes], trace.num_events[nodes], correction.per_event_s)
+        whole = self.manifest.iteration_time_s
+        per_event_s, compute = profiling_correction(whole, profiled, trace.events_per_step, trace.waited_share)
+        for nodes, drift in ((trace.is_compute, compute), (~trace.is_compute, 1.0)):
+            slots[nodes] = drift * without_overhead(slots[nodes], trace.num_events[nodes], per_event_s)
         return slots
 
     def _rank_segments(self, trace: RankTrace, shared: dict[object, Program]) -> Iterator[TracedSegment]:
@@ -97,8 +97,7 @@ LEAST_PER_EVENT_S, USUAL_PER_EVENT_S, MOST_PER_EVENT_S = 1e-6, 2e-6, 4e-6
 MOST_DRIFT = 0.15
 
 
-@dataclass(frozen=True, slots=True)
-class Correction:
+class Correction(NamedTuple):
     """Constants that turn profiled seconds into unprofiled ones."""
 
     per_event_s: float  # to be taken off for every recorded call

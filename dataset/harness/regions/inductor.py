@@ -8,10 +8,11 @@ stand in for it, so neither Triton nor CUDA is needed.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
 import torch
@@ -27,14 +28,13 @@ from torch.utils._pytree import tree_map
 
 from ..base.errors import HarnessError
 from ..base.patching import CAPTURED_DEVICE, NoContext, always, cuda_answers, patch
-from .loop_counts import Code, Nest, launch_dims, nests_of
+from .loop_counts import Code, Nest, as_int, launch_dims, nests_of
 
 Compiled: TypeAlias = Callable[..., Any]
 _DEVICE = "cuda:0"
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
+class Access(NamedTuple):
     """A buffer that a loop reads or writes, and the distinct bytes that are touched."""
 
     buffer: str
@@ -60,8 +60,7 @@ class Loop:
         return tuple(access.buffer for access in (*self.reads, *self.writes))
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """A call of a compiled function: its name, names of its loops, and what their nests do."""
 
     call: str
@@ -192,7 +191,10 @@ def _reading(found: list[Region], options: Mapping[str, Any], *, stop: bool, cod
         kernel = define(scheduling, source, nodes, *rest, **more)
         given = rest[0] if rest else more.get("kernel_args") or scheduling.kernel_group.args
         loops = tuple(each.get_name() for node in nodes for each in node.get_nodes())
-        calls.append((kernel, loops, Code.of(source, _buffers(given))))
+        buffers = {str(name) for name in (*given.input_buffers, *given.output_buffers)}
+        changed = (each.other_names for each in given.inplace_buffers.values() if hasattr(each, "other_names"))
+        written = "at::vec::" in source, "transpose_mxn" in source, "exp_u20" in source
+        calls.append((kernel, loops, Code(*written, frozenset(buffers.union(*changed)))))
         return kernel
 
     with (
@@ -200,13 +202,6 @@ def _reading(found: list[Region], options: Mapping[str, Any], *, stop: bool, cod
         mock.patch.object(CppScheduling, "define_kernel", name_kernel),
     ):
         yield
-
-
-def _buffers(given: Any) -> frozenset[str]:
-    """Names of the buffers that a function takes."""
-    found = {str(name) for name in (*given.input_buffers, *given.output_buffers)}
-    changed = (each.other_names for each in given.inplace_buffers.values() if hasattr(each, "other_names"))
-    return frozenset(found.union(*changed))
 
 
 def _region(scheduler: Any, direction: str, calls: Sequence[tuple[str, tuple[str, ...], Code]]) -> Region:
@@ -230,11 +225,8 @@ def _region(scheduler: Any, direction: str, calls: Sequence[tuple[str, tuple[str
 
 def _loop(node: Any, kernel: int, numbers: dict[str, int]) -> Loop:
     origins = sorted(numbers[each.name] for each in getattr(node.node, "origins", ()) if each.name in numbers)
-    body, elements = getattr(node, "_body", None), 1
-    if body is not None:
-        for part in node.get_ranges():
-            for each in part:
-                elements *= _int(each)
+    body = getattr(node, "_body", None)
+    elements = 1 if body is None else math.prod(as_int(each) for part in node.get_ranges() for each in part)
     extern = "" if body is not None else str(getattr(node.node, "op_overload", None) or type(node.node).__name__)
     outputs = node.get_outputs()
     element = outputs[0].node.get_dtype().itemsize if outputs and outputs[0].node.has_tensor_output() else 0
@@ -248,20 +240,16 @@ def _accesses(dependencies: Any) -> tuple[Access, ...]:
         if each.name in V.graph.name_to_buffer or each.name in V.graph.graph_inputs:
             touched = _buffer_bytes(each.name)
             if isinstance(each, MemoryDep):
-                touched = min(touched, _int(each.get_numel()) * V.graph.get_dtype(each.name).itemsize)
+                touched = min(touched, as_int(each.get_numel()) * V.graph.get_dtype(each.name).itemsize)
             found.append(Access(each.name, touched))
     return tuple(found)
 
 
 def _buffer_bytes(name: str) -> int:
     try:
-        return _int(V.graph.get_numel(name)) * int(V.graph.get_dtype(name).itemsize)
+        return as_int(V.graph.get_numel(name)) * int(V.graph.get_dtype(name).itemsize)
     except (KeyError, AttributeError, NotImplementedError):  # not a tensor: a generator, or several outputs
         return 0
-
-
-def _int(value: Any) -> int:
-    return int(V.graph.sizevars.optimization_hint(value, fallback=1))
 
 
 # --- a device that is not there ---------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ COSTS: Mapping[str, tuple[str, float, float]] = _TABLES["costs"]
 _LIKE = {name: kind for kind, names in _TABLES["like"].items() for name in names.split()}
 _NOTHING = "nothing"  # what some operations count as
 LINE = 64  # bytes of a cache line, and of a vector
+_CYCLES = (FAR, MOVES, "vector", "scalar", SLOW)
 NEAR, MIDDLE = 700_000, 12_000_000  # bytes between two uses of a buffer that a core's caches, or all, still hold
 _REMEMBERED = 40_000  # truth values that branch prediction learns from one call to the next
 
@@ -49,11 +50,6 @@ class Code(NamedTuple):
     fast_exp: bool
     buffers: frozenset[str]
 
-    @classmethod
-    def of(cls, source: str, buffers: frozenset[str]) -> Code:
-        """Of a function's source."""
-        return cls("at::vec::" in source, "transpose_mxn" in source, "exp_u20" in source, buffers)
-
 
 class _Value(NamedTuple):
     """A value of a body: its type, the number of loops that it depends on, and how it is made."""
@@ -67,7 +63,7 @@ def nests_of(nodes: Sequence[Any], code: Code) -> tuple[Nest, ...]:
     """What the loops of a function do; a body that needs the end of another's reduction has loops of its own."""
     found, group, ranges, reduced = list[list[Any]](), list[Any](), None, set[str]()
     for node in nodes:
-        own = [size for part in node.get_ranges() for size in map(_int, part) if size > 1]
+        own = [size for part in node.get_ranges() for size in map(as_int, part) if size > 1]
         if group and (own != ranges or any(each.name in reduced for each in node.read_writes.reads)):
             group, reduced = [], set()
         if not group:
@@ -76,16 +72,13 @@ def nests_of(nodes: Sequence[Any], code: Code) -> tuple[Nest, ...]:
         group.append(node)
         if node.is_reduction():
             reduced |= {each.name for each in node.read_writes.writes}
-    return tuple(_nest(each, code) for each in found)
-
-
-def _nest(nodes: Sequence[Any], code: Code) -> Nest:
-    readers, known = [], dict[Any, _Value]()
-    for node in nodes:
-        readers.append(_Reader(node._body, code, known))
-        readers[-1].read()
-    cycles = {kind: sum(reader.cycles[kind] for reader in readers) for kind in readers[0].cycles}
-    return Nest(tuple(touch for reader in readers for touch in reader.touches), cycles)
+    nests = []
+    for group in found:
+        known: dict[Any, _Value] = {}
+        readers = [_Reader(node._body, code, known) for node in group]
+        cycles = {kind: sum(reader.cycles[kind] for reader in readers) for kind in _CYCLES}
+        nests.append(Nest(tuple(touch for reader in readers for touch in reader.touches), cycles))
+    return tuple(nests)
 
 
 class _Reader:
@@ -93,10 +86,10 @@ class _Reader:
 
     def __init__(self, body: Any, code: Code, known: dict[Any, _Value]) -> None:
         self._body, self._code, self._known = body, code, known
-        self._names = [symbol for symbol, size in body.var_ranges.items() if _int(size) > 1]
-        self._sizes = tuple(_int(body.var_ranges[symbol]) for symbol in self._names)
-        self._outer = len([size for size in body.sizes[0] if _int(size) > 1])
-        self.cycles = dict.fromkeys((FAR, MOVES, "vector", "scalar", SLOW), 0.0)
+        self._names = [symbol for symbol, size in body.var_ranges.items() if as_int(size) > 1]
+        self._sizes = tuple(as_int(body.var_ranges[symbol]) for symbol in self._names)
+        self._outer = len([size for size in body.sizes[0] if as_int(size) > 1])
+        self.cycles = dict.fromkeys(_CYCLES, 0.0)
         self.touches: list[Touch] = []
         self._masked = 0  # blocks around that run where a condition holds
         votes = dict.fromkeys(range(len(self._names)), 0.0)
@@ -105,10 +98,7 @@ class _Reader:
             for at, factor in enumerate(factors):
                 votes[at] += self._distinct(factors) * (factor == 1)
         self._tile = max(votes, key=lambda at: (votes[at], at), default=0)  # the loop over lanes
-
-    def read(self) -> None:
-        """Count all of them."""
-        self._block(self._body.root_block.graph)
+        self._block(body.root_block.graph)
 
     def _block(self, graph: Any) -> _Value:
         """Count the operations of a block, and return the last value that it makes."""
@@ -131,20 +121,28 @@ class _Reader:
         name, arguments = node.target, node.args[1:]
         dtypes = [each for each in arguments if isinstance(each, torch.dtype)]
         if name == "load":
-            return self._load(arguments[0], self._expression(arguments[1]))
+            return self._load(arguments[0], self._body.indexing_exprs[arguments[1].args[0]])
         if name in ("store", "store_reduction"):
-            return self._store(arguments[0], self._expression(arguments[1]), given[-1], reduces=name != "store")
+            index = self._body.indexing_exprs[arguments[1].args[0]]
+            if name == "store":
+                self._known["load", arguments[0], str(index), self._sizes] = given[-1]
+            self._access(arguments[0], index, self._depth(index), writes=True)
+            return given[-1]
         if name == "index_expr":
-            index = self._expression(arguments[0])
+            index = self._body.indexing_exprs[arguments[0].args[0]]
             return self._do("range", dtypes[0], [_Value(depth=self._depth(index), key=str(index))], name)
         if name == "reduction":
             kind = _TABLES["reductions"].get(arguments[2], "carried")
             inner = self._do(kind, dtypes[1], [*given, _Value(depth=len(self._sizes))], arguments[2])
             self._add(f"{kind}_end" if f"{kind}_end" in COSTS else "reduce", self._outer)
             return inner._replace(dtype=dtypes[0], depth=self._outer)
-        made = _made(name, dtypes, given)
+        kinds = [*dtypes, *([torch.bool] if _LIKE.get(name) == "compare" else []), *(each.dtype for each in given[-1:])]
+        made = kinds[0] if kinds else torch.float32
         if name == "to_dtype":
-            return self._do(_cast(given[0].dtype, made), made, given, (name, made))
+            of = given[0].dtype
+            wide, narrow = (each.itemsize == 2 and each.is_floating_point for each in (of, made))
+            cast = _NOTHING if of == made else "narrow" if narrow else "widen" if wide else "convert"
+            return self._do(cast, made, given, (name, made))
         counted = _LIKE.get(name, name if name in COSTS else "other")
         if counted == "arithmetic" and not made.is_floating_point:
             counted = "integer"
@@ -180,19 +178,13 @@ class _Reader:
             self._access(name, index, depth, writes=False)
         return self._known[key]
 
-    def _store(self, name: str, index: Any, value: _Value, *, reduces: bool) -> _Value:
-        if not reduces:
-            self._known["load", name, str(index), self._sizes] = value
-        self._access(name, index, self._depth(index), writes=True)
-        return value
-
     def _access(self, name: str, index: Any, depth: int, *, writes: bool) -> None:
         """Add a touch and the operations that access memory, if the buffer is in memory."""
         name = V.graph.scheduler.mutation_real_name.get(name, name)
         if name not in self._code.buffers:
             return
         dtype, what = V.graph.get_dtype(name), "store" if writes else "load"
-        size, whole = dtype.itemsize, float(_int(V.graph.get_numel(name)) * dtype.itemsize)
+        size, whole = dtype.itemsize, float(as_int(V.graph.get_numel(name)) * dtype.itemsize)
         factors, width = self._factors(index), LINE // max(dtype.itemsize, 4) if self._code.vectors else 1
         along = factors[self._tile] if factors else 0
         lanes = width if along < 2 or self._code.transposes else 1
@@ -226,14 +218,11 @@ class _Reader:
 
     def _factors(self, index: Any) -> list[int]:
         """Elements between two rounds of each loop."""
-        return [abs(_int(index.coeff(symbol))) for symbol in self._names]
+        return [abs(as_int(index.coeff(symbol))) for symbol in self._names]
 
     def _distinct(self, factors: Sequence[int]) -> float:
         """How many addresses differ."""
         return math.prod([size for size, factor in zip(self._sizes, factors, strict=True) if factor], start=1.0)
-
-    def _expression(self, index: Any) -> Any:
-        return self._body.indexing_exprs[index.args[0]]
 
     def _depth(self, expression: Any) -> int:
         """The number of loops up to the innermost one whose variable an expression has."""
@@ -245,47 +234,9 @@ def _is_indirect(index: Any) -> bool:
     return any(str(symbol).startswith("indirect") for symbol in index.free_symbols)
 
 
-def _made(name: str, dtypes: Sequence[torch.dtype], given: Sequence[_Value]) -> torch.dtype:
-    """Type of what an operation makes."""
-    if dtypes:
-        return dtypes[0]
-    if _LIKE.get(name) == "compare":
-        return torch.bool
-    return given[-1].dtype if given else torch.float32
-
-
-def _cast(of: torch.dtype, to: torch.dtype) -> str:
-    if of == to:
-        return _NOTHING
-    if to.itemsize == 2 and to.is_floating_point:
-        return "narrow"
-    return "widen" if of.itemsize == 2 and of.is_floating_point else "convert"
-
-
-def _int(value: Any) -> int:
+def as_int(value: Any) -> int:
+    """A size, or what Inductor guesses for one that is not known."""
     return int(V.graph.sizevars.optimization_hint(value, fallback=1))
-
-
-class _Use(NamedTuple):
-    """What a nest does with a buffer: bytes that it reads and writes, and its strided accesses."""
-
-    read: float = 0.0
-    written: float = 0.0
-    strided: float = 0.0
-
-    @property
-    def moved(self) -> float:
-        return max(self.read, self.written)
-
-
-def _uses(nest: Nest) -> dict[str, _Use]:
-    """What a nest does with each buffer."""
-    found: dict[str, _Use] = {}
-    for touch in nest.touches:
-        old, side = found.get(touch.buffer, _Use()), "written" if touch.writes else "read"
-        moved = max(getattr(old, side), touch.num_bytes)
-        found[touch.buffer] = old._replace(**{side: moved, "strided": old.strided + touch.strided})
-    return found
 
 
 def launch_dims(nests: Sequence[Nest], since: Mapping[str, float]) -> tuple[int, ...]:
@@ -293,17 +244,21 @@ def launch_dims(nests: Sequence[Nest], since: Mapping[str, float]) -> tuple[int,
 
     ``since``: bytes that were touched since each buffer was, before this call; absent: it never was.
     """
-    levels, strided, cycles = [0.0, 0.0, 0.0], [0.0, 0.0], dict.fromkeys((FAR, MOVES, "vector", "scalar", SLOW), 0.0)
+    levels, strided, cycles = [0.0, 0.0, 0.0], [0.0, 0.0], dict.fromkeys(_CYCLES, 0.0)
     passed, last = 0.0, dict[str, float]()
     for nest in nests:
-        uses = _uses(nest)
-        own = sum(use.moved for use in uses.values())
-        for name, use in uses.items():
+        uses: dict[str, list[float]] = {}  # bytes that it reads and writes of a buffer, and its strided accesses
+        for touch in nest.touches:
+            use = uses.setdefault(touch.buffer, [0.0, 0.0, 0.0])
+            use[touch.writes] = max(use[touch.writes], touch.num_bytes)
+            use[2] += touch.strided
+        own = sum(max(read, written) for read, written, _ in uses.values())
+        for name, (read, written, accesses) in uses.items():
             distance = passed - last[name] if name in last else since.get(name, math.inf) + passed
-            distance += 0.5 * (own + use.moved)
+            distance += 0.5 * (own + max(read, written))
             level = 0 if distance < NEAR else 1 if distance < MIDDLE else 2
-            levels[level] += use.read + use.written
-            strided[level > 0] += use.strided
+            levels[level] += read + written
+            strided[level > 0] += accesses
             last[name] = passed + own
         passed += own
         for kind, spent in nest.cycles.items():
