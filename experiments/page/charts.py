@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 # Colour-blind people can tell them apart; the first three are those of schedules and timelines in the documentation.
@@ -40,12 +40,11 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str, str]]]]) -> str:
     """
     values = [0.0, *(value for _, own in rows for value, *_ in own)]
     low, span = min(values), max(values) - min(values) or 1.0
-    cells = [
+    return _bar_table(
         (label if not at else "", _part((min(value, 0.0) - low) / span, abs(value) / span, fill, label), text)
         for label, own in rows
         for at, (value, text, fill) in enumerate(own)
-    ]
-    return _bar_table(cells)
+    )
 
 
 def stacks(rows: Sequence[tuple[str, Mapping[str, float]]], limits: Sequence[float], unit: str) -> str:
@@ -77,8 +76,8 @@ def _part(begin: float, width: float, fill: str, said: str) -> str:
     return f'<i style="{place}" title="{escape(said)}"></i>'
 
 
-def _bar_table(cells: Sequence[tuple[str, str, str]]) -> str:
-    rows = (f'<tr><td>{escape(label)}</td><td><div>{drawn}</div></td><td>{escape(text)}</td></tr>'
+def _bar_table(cells: Iterable[tuple[str, str, str]]) -> str:
+    rows = (f"<tr><td>{escape(label)}</td><td><div>{drawn}</div></td><td>{escape(text)}</td></tr>"
             for label, drawn, text in cells)  # fmt: skip
     return f'<table class="bars">{"".join(rows)}</table>'
 
@@ -96,28 +95,36 @@ class _Plane:
         least, most = (0.0, max(ys) or 1.0) if zero else (min(ys), max(ys))
         tick = _round_step((most - least) or abs(most) or 1.0)
         self.bottom, self.most = tick * math.floor(least / tick), tick * math.ceil(1.02 * most / tick)
-        edge = f'fill="none" style="stroke:{GREY}"'
-        self.parts = [f'<rect x="{self.left}" y="{self.top}" width="{self.width}" height="{self.height}" {edge}/>']
+        self.parts: list[str] = []
+        edge = f'height="{self.height}" fill="none" style="stroke:{GREY}"'
+        self.draw(f'<rect x="{self.left}" y="{self.top}" width="{self.width}" {edge}/>')
         for part in range(round((self.most - self.bottom) / tick) + 1):
             y = self.place(points[0][0], self.bottom + tick * part)[1]
-            self.parts.append(_text(self.left - 8, y + 4, f"{self.bottom + tick * part:.6g}", "end"))
-        wide = [2.0**x for x in xs][:: max(1, len(xs) // 8)] if log_x else self._round_places()
-        for x in wide:
-            self.parts.append(_text(self.place(x, 0)[0], self.top + self.height + 18, f"{x:.4g}", "middle"))
-        self.parts.append(_text(self.left + self.width / 2, self.top + self.height + 40, titles[0], "middle"))
-        self.parts.append(_text(self.left, 14, titles[1]))
+            self.write(self.left - 8, y + 4, f"{self.bottom + tick * part:.6g}", "end")
+        step, below = _round_step(self.span), self.top + self.height
+        ticks = range(math.ceil(self.low / step), math.floor((self.low + self.span) / step) + 1)
+        for x in [2.0**x for x in xs][:: max(1, len(xs) // 8)] if log_x else [step * at for at in ticks]:
+            self.write(self.place(x, 0)[0], below + 18, f"{x:.4g}", "middle")
+        self.write(self.left + self.width / 2, below + 40, titles[0], "middle")
+        self.write(self.left, 14, titles[1])
 
-    def _round_places(self) -> list[float]:
-        step = _round_step(self.span)
-        first = math.ceil(self.low / step)
-        return [step * at for at in range(first, math.floor((self.low + self.span) / step) + 1)]
+    def draw(self, part: str) -> None:
+        self.parts.append(part)
+
+    def write(self, x: float, y: float, text: str, anchor: str = "start") -> None:
+        self.draw(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>')
 
     def place(self, x: float, y: float) -> tuple[float, float]:
         right = self.left + self.width * (self.scale(x) - self.low) / self.span
         return right, self.top + self.height * (1 - (y - self.bottom) / (self.most - self.bottom))
 
+    def line(self, places: Iterable[tuple[float, float]], style: str) -> None:
+        path = " ".join(f"{px:.1f},{py:.1f}" for px, py in places)
+        self.draw(f'<polyline points="{path}" fill="none" {style}/>')
+
     def svg(self) -> str:
-        return _svg(self.top + self.height + 48, self.parts)
+        box = f"0 0 {_WIDTH} {self.top + self.height + 48}"
+        return f'<svg viewBox="{box}" role="img" font-size="13">{"".join(self.parts)}</svg>'
 
 
 def lines(
@@ -142,22 +149,19 @@ def lines(
     if not points:
         return ""
     plane = _Plane([*points, *([(points[0][0], limit)] if limit else [])], (x_title, y_title), log_x, True)
+    right = plane.left + plane.width
     if limit is not None:
         y = plane.place(points[0][0], limit)[1]
-        plane.parts.append(_line(plane.left, plane.left + plane.width, y, y, RED, 2))
+        plane.line([(plane.left, y), (right, y)], f'style="stroke:{RED}" stroke-width="2"')
     for at, (name, each) in enumerate(series):
-        path, last = [], None
-        for x, y in each:
-            px, py = plane.place(x, y)
-            if steps and last is not None:
-                path.append(f"{px:.1f},{last:.1f}")
-            path.append(f"{px:.1f},{py:.1f}")
-            last = py
-        stroke = f'fill="none" style="stroke:{color(at)}" stroke-width="2"'
-        plane.parts.append(f'<polyline points="{" ".join(path)}" {stroke}/>')
+        places = [plane.place(x, y) for x, y in each]
+        corners = [(after[0], before[1]) for before, after in pairwise(places)] if steps else []
+        path = [place for pair in zip_longest(places, corners) for place in pair if place is not None]
+        plane.line(path, f'style="stroke:{color(at)}" stroke-width="2"')
         if at < MOST_NAMES:
-            right, top = plane.left + plane.width + 12, plane.top + 6 + 18 * at
-            plane.parts += [_rect(right, top, 12, 12, color(at)), _text(right + 18, top + 11, name)]
+            top = plane.top + 6 + 18 * at
+            plane.draw(f'<rect x="{right + 12}" y="{top}" width="12" height="12" style="fill:{color(at)}"/>')
+            plane.write(right + 30, top + 11, name)
     return plane.svg()
 
 
@@ -166,17 +170,12 @@ def scatter(points: Sequence[Point], x_title: str, y_title: str, line: Sequence[
     if not points:
         return ""
     plane = _Plane([(point["x"], point["y"]) for point in points], (x_title, y_title), False, False)
-    path = " ".join(f"{px:.1f},{py:.1f}" for px, py in (plane.place(x, y) for x, y in line))
-    plane.parts.append(f'<polyline points="{path}" fill="none" style="stroke:{GREY}" stroke-dasharray="4 3"/>')
+    plane.line((plane.place(x, y) for x, y in line), f'style="stroke:{GREY}" stroke-dasharray="4 3"')
     for point in points:
-        px, py = plane.place(point["x"], point["y"])
-        said = escape(point["text"])
-        key = point.get("key")
+        (px, py), said, key = plane.place(point["x"], point["y"]), escape(point["text"]), point.get("key")
         chosen = "" if key is None else f' data-value="{key}" tabindex="0" role="button" aria-label="{said}"'
-        plane.parts.append(
-            f'<circle cx="{px:.1f}" cy="{py:.1f}" r="{point["size"]:.1f}" style="fill:{point["color"]}"{chosen}>'
-            f"<title>{said}</title></circle>"
-        )
+        place = f'cx="{px:.1f}" cy="{py:.1f}" r="{point["size"]:.1f}" style="fill:{point["color"]}"'
+        plane.draw(f"<circle {place}{chosen}><title>{said}</title></circle>")
     return plane.svg()
 
 
@@ -184,25 +183,6 @@ def _round_step(most: float) -> float:
     """The distance of about five ticks up to a number: 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(most / 5))
     return next(factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= most / 5)
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _rect(x: float, y: float, width: float, height: float, fill: str, said: str = "") -> str:
-    title = f"<title>{escape(said)}</title>" if said else ""
-    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}"'
-    return f'<rect {place} style="fill:{fill}">{title}</rect>'
-
-
-def _line(x: float, to_x: float, y: float, to_y: float, stroke: str, width: int = 1) -> str:
-    place = f'x1="{x:.1f}" x2="{to_x:.1f}" y1="{y:.1f}" y2="{to_y:.1f}"'
-    return f'<line {place} style="stroke:{stroke}" stroke-width="{width}"/>'
-
-
-def _svg(height: float, parts: Sequence[str]) -> str:
-    return f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" font-size="13">{"".join(parts)}</svg>'
 
 
 MOST_EVENTS = 60_000
@@ -264,21 +244,20 @@ def _causes(spans: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -
     stage.
     """
     place = {(e["pid"], e["tid"], e["ts"]): at for at, e in enumerate(spans)}
-    arrows, needs = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+    ends, needs = dict[int, int](), defaultdict[int, list[int]](list)  # the last end of each arrow
     for e in events:
         if e["ph"] in ("s", "t", "f"):  # an arrow's three ends, in this order
-            arrows[e["id"]].append(place.get((e["pid"], e["tid"], e["ts"]), -1))
-    for ends in arrows.values():
-        for one, other in pairwise(ends):
-            needs[other].append(one)
+            at = place.get((e["pid"], e["tid"], e["ts"]), -1)
+            if e["id"] in ends:
+                needs[at].append(ends[e["id"]])
+            ends[e["id"]] = at
     before, waits = [], []
     last, latest = dict[tuple[int, int], int](), dict[int, int]()  # event of each lane, and of each stage
     for at, e in enumerate(spans):
         lane, stage, kind = (e["pid"], e["tid"]), e["pid"], _kind(e)
         own = last.get(lane, -1)
-        asked = [own if kind != "message" else -1, *needs[at]]
-        if kind in ("optimizer", "dp"):
-            asked.append(latest.get(stage, -1))
+        after = {"message": -1, "optimizer": latest.get(stage, -1), "dp": latest.get(stage, -1)}.get(kind, own)
+        asked = [own if kind != "message" else -1, after, *needs[at]]
         before.append(max((each for each in asked if each >= 0), key=lambda each: _end(spans[each]), default=-1))
         waits.append(max(0.0, e["ts"] - (_end(spans[own]) if own >= 0 else 0.0)))
         last[lane] = at

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from html import escape
 from itertools import groupby
 from typing import Any
@@ -18,12 +19,11 @@ from stepsight.experiments.reports.text_table import shown, words
 
 DRAG_S = 0.04  # between two answers while a slider moves
 PAUSE_S = 0.002  # in which the places of a slider arrive that it was at during the last answer
-_VALUE = "(e) => emit(e.target.value)"
+VALUE = "(e) => emit(e.target.value)"
 _CHOSEN = """(e) => {
   if (e.target.dataset.value === undefined || (e.key && e.key !== "Enter" && e.key !== " ")) return;
   e.preventDefault(); emit(e.target.dataset.value);
 }"""
-OnChange = Callable[[Field, str], None]
 
 
 def html(content: str = "", tag: str = "div") -> ui.html:
@@ -39,6 +39,11 @@ def section(name: str) -> ui.element:
     return made
 
 
+def chips() -> ui.element:
+    """A row of buttons, which is not printed."""
+    return ui.element("div").classes("chips controls")
+
+
 def button(text: str, test_id: str, on_click: Callable[..., Any]) -> ui.html:
     """A button for keyboard and pointer."""
     return html(escape(text), "button").classes("chip").props(f"data-testid={test_id}").on("click", on_click)
@@ -50,62 +55,65 @@ def text_input(test_id: str, label: str, on_change: Callable[[str], Any] = str, 
         html(f"<span>{escape(label)}</span>", "label").props(f"for={test_id}")
         made = ui.element("input").props(f"id={test_id} data-testid={test_id}")
         made.props.update({"type": "text", "aria-label": label, **props})
-        made.on("change", lambda e: on_change(str(e.args)), js_handler=_VALUE)
+        made.on("change", lambda e: on_change(str(e.args)), js_handler=VALUE)
+    return made
+
+
+def slider(test_id: str, label: str, num_values: int) -> Element:
+    """A slider over the numbers of values."""
+    made = ui.element("input").props(f"type=range min=0 max={num_values - 1} step=1")
+    made.props.update({"data-testid": test_id, "aria-label": label})
     return made
 
 
 def on_choice(element: Element, choose: Callable[[str], Any]) -> None:
     """Call with the ``data-value`` of what is clicked, or chosen by keyboard, within an element."""
-    element.on("click", lambda e: choose(str(e.args)), js_handler=_CHOSEN)
-    element.on("keydown", lambda e: choose(str(e.args)), js_handler=_CHOSEN)
+    for event in ("click", "keydown"):
+        element.on(event, lambda e: choose(str(e.args)), js_handler=_CHOSEN)
 
 
 class Controls:
-    """The fields of a job."""
+    """The fields of a job; ``on_change`` gets a field and the text of its new value."""
 
-    def __init__(self, job: Job, on_change: OnChange) -> None:
-        self.fields = fields_of(job)
-        self._on_change = on_change
+    def __init__(self, job: Job, on_change: Callable[[Field, str], None]) -> None:
+        self.fields, self._change = fields_of(job), on_change
         self._dragged: GenericEventArguments | None = None
-        self._sliders: dict[str, Element] = {}
-        self._numbers: dict[str, Element] = {}
+        self._numbers: dict[str, tuple[Element, Element]] = {}  # slider and input line of each number
         self._chips: dict[str, dict[Any, ui.html]] = {}
         for group, fields in groupby(self.fields, key=lambda field: field.group):
             html(escape(group), "h2")
             for field in fields:
-                self._add(field)
+                with ui.element("div").classes("field"):
+                    if field.is_number:
+                        self._add_number(field)
+                    else:
+                        html(f"<span>{escape(words(field.key))}</span>", "label")
+                    row = ui.element("div").classes("chips").props(f"role=group data-testid={field.test_id}-choices")
+                    with row:
+                        self._chips[field.key] = {value: self._chip(field, value) for value in field.values}
+                    on_choice(row, partial(on_change, field))
         self.show(job)
 
-    def _add(self, field: Field) -> None:
-        label, change = words(field.key), self._on_change
-        with ui.element("div").classes("field"):
-            with ui.element("label"):
-                html(escape(label), "span")
-                if field.is_number:
-                    number = ui.element("input").props(f"type=number min=0 step=any data-testid={field.test_id}-value")
-                    number.props["aria-label"] = label
-                    number.on("change", lambda e: change(field, str(e.args)), js_handler=_VALUE)
-                    self._numbers[field.key] = number
-            if field.is_number:
-                slider = ui.element("input").props(f"type=range min=0 max={len(field.values) - 1} step=1")
-                slider.props.update({"data-testid": field.test_id, "aria-label": label})
+    def _add_number(self, field: Field) -> None:
+        label = words(field.key)
+        with ui.element("label"):
+            html(escape(label), "span")
+            number = ui.element("input").props(f"type=number min=0 step=any data-testid={field.test_id}-value")
+            number.props["aria-label"] = label
+            number.on("change", lambda e: self._change(field, str(e.args)), js_handler=VALUE)
+        made = slider(field.test_id, label, len(field.values))
 
-                async def dragged(event: GenericEventArguments) -> None:
-                    self._dragged = event
-                    await asyncio.sleep(PAUSE_S)
-                    if self._dragged is not event:  # a later place of the slider has arrived
-                        return
-                    at = int(event.args)
-                    with slider.props.suspend_updates():  # the browser has moved it already
-                        slider.props["value"] = at
-                    change(field, str(field.values[at]))
+        async def dragged(event: GenericEventArguments) -> None:
+            self._dragged = event
+            await asyncio.sleep(PAUSE_S)
+            if self._dragged is event:  # no later place of the slider has arrived
+                at = int(event.args)
+                with made.props.suspend_updates():  # the browser has moved it already
+                    made.props["value"] = at
+                self._change(field, str(field.values[at]))
 
-                slider.on("input", dragged, throttle=DRAG_S, js_handler=_VALUE)
-                self._sliders[field.key] = slider
-            row = ui.element("div").classes("chips").props(f"role=group data-testid={field.test_id}-choices")
-            with row:
-                self._chips[field.key] = {value: self._chip(field, value) for value in field.values}
-            on_choice(row, lambda text: change(field, text))
+        made.on("input", dragged, throttle=DRAG_S, js_handler=VALUE)
+        self._numbers[field.key] = made, number
 
     def _chip(self, field: Field, value: Any) -> ui.html:
         chip = html(escape(f"{value:.4g}" if isinstance(value, float) else shown(value)), "button").classes("chip")
@@ -117,9 +125,9 @@ class Controls:
         """Let all controls show the values of a job."""
         for field in self.fields:
             value = value_of(job, field.key)
-            if field.key in self._sliders:
-                slider, number = self._sliders[field.key], self._numbers[field.key]
-                _set(slider, **{"value": field.nearest(value), "aria-valuetext": shown(value)})
+            if field.is_number:
+                made, number = self._numbers[field.key]
+                _set(made, **{"value": field.nearest(value), "aria-valuetext": shown(value)})
                 _set(number, value=f"{value:.6g}" if isinstance(value, float) else str(value))
             for each, chip in self._chips[field.key].items():
                 chip.classes(add="chosen") if each == value else chip.classes(remove="chosen")

@@ -20,7 +20,7 @@ from stepsight.dataset.configs.documents import job_toml
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.page import views
 from stepsight.experiments.page.charts import SCRIPT, timeline_call, timeline_html
-from stepsight.experiments.page.controls import Controls, button, html, section, text_input
+from stepsight.experiments.page.controls import Controls, button, chips, html, section, text_input
 from stepsight.experiments.page.sections import SearchSection, TraceSection
 from stepsight.experiments.page.server import MOST_DROPPED, TOO_LARGE, Workspace, job_link, linked_job
 from stepsight.experiments.questions.compare import compare_sides, predicted_side
@@ -49,19 +49,18 @@ _SECTIONS = ("Time", "Timeline", "Sensitivity", "Compare", "Search", "Traces", "
 def make_app(space: Workspace) -> FastAPI:
     """The application; each tab of a browser has its own state."""
     app = FastAPI(openapi_url=None)
-    predict(_first_job(space), space.predictor).to_dict()  # loads what the first visitor would wait for
+    jobs = [found for found in space.opened if isinstance(found, Job)] or [Job.from_dict(_START)]
+    asked = [predict(job, space.predictor) for job in jobs]  # every tab shows them: none predicts them again
+    asked[0].to_dict()
 
     @ui.page("/")
     def page(job: str = "") -> None:
-        Desk(space, job)
+        Desk(space, asked, job)
 
     gc.freeze()  # later collections need not walk through libraries and predictors, which takes half a second
+    gc.enable()
     ui.run_with(app, title="stepsight", dark=None, tailwind=False, show_welcome_message=False)
     return app
-
-
-def _first_job(space: Workspace) -> Job:
-    return next((found for found in space.opened if isinstance(found, Job)), None) or Job.from_dict(_START)
 
 
 class _ChangedError(Exception):
@@ -69,12 +68,18 @@ class _ChangedError(Exception):
 
 
 class Desk:
-    """One tab of a browser: a job with its answer, pinned answers, a search, and a traced run."""
+    """One tab of a browser: a job with its answer, pinned answers, a search, and a traced run.
 
-    def __init__(self, space: Workspace, link: str) -> None:
+    Args:
+        space: The folder that it reads.
+        asked: The answer to begin with, and those that are pinned.
+        link: The job of the address; empty: none.
+    """
+
+    def __init__(self, space: Workspace, asked: list[Prediction], link: str) -> None:
         self.space, self.goal = space, Goal(tokens=TOKENS)
-        self.prediction: Prediction
-        self.pins: list[Prediction] = []
+        self.prediction, self.pins = asked[0], asked[1:]
+        self._controls: Controls
         self._version, self._resting, self._shown = 0, 0, 0  # of the answer; that rests; whose details are shown
         ui.add_head_html(f"<style>{views.style()}</style><script>{SCRIPT.read_text('utf-8')}</script>")
         with ui.element("div").classes("desk"):
@@ -86,13 +91,10 @@ class Desk:
                 self.search = SearchSection(space.predictor, lambda: (self.prediction.job, self.goal), self.take)
                 self.traces = TraceSection()
                 self._add_share()
-        first = _first_job(space)
-        self.ask(first, rebuild=True)
+        self._show(self.prediction, rebuild=True)
         for found in space.opened:
             if not isinstance(found, Job):
                 self.traces.show(found)
-            elif found is not first:
-                self.pins.append(predict(found, space.predictor))
         ui.timer(PAUSE_S, self._look_closer)
         ui.on_exception(lambda error: self.say(f"this is a fault of stepsight, please report it: {error!r:.200}"))
         if link:
@@ -100,36 +102,32 @@ class Desk:
 
     def _add_files(self) -> None:
         html("stepsight", "h1")
-        with ui.element("div").classes("chips"):
-            for name, dark in (("as the system", None), ("light", False), ("dark", True)):
-                button(name, f"theme-{name.split()[-1]}", lambda dark=dark: self._set_theme(dark))
         self._theme = ui.dark_mode(None)
+        with chips():
+            for name, dark in (("as the system", None), ("light", False), ("dark", True)):
+                button(name, f"theme-{name.split()[-1]}", partial(self._set_theme, dark))
         text_input("file", "File or folder, from where the page was started", self._open, list="files")
         names = "".join(f'<option value="{escape(name)}"></option>' for name in self.space.names())
         html(names, "datalist").props("id=files")
         self._files = ui.upload(
             label="Drop job files or configurations", multiple=True, auto_upload=True, max_file_size=MOST_TABLES,
             max_files=MOST_DROPPED, on_multi_upload=self._upload, on_rejected=lambda: self.say(TOO_LARGE),
-        )  # fmt: skip
-        self._files.props("flat bordered data-testid=upload").classes("full-width")
+        ).props("flat bordered data-testid=upload").classes("full-width")  # fmt: skip
         self._message = ui.label().classes("warning").props("role=alert data-testid=message")
 
     def _add_answer(self) -> None:
-        links = "".join(f'<a href="#section-{name.lower()}">{name}</a>' for name in _SECTIONS)
-        html(links, "nav").classes("controls")
+        html("".join(f'<a href="#section-{name.lower()}">{name}</a>' for name in _SECTIONS), "nav").classes("controls")
         self._title = html("", "h1").props("data-testid=job")
-        self._answer = html().classes("top")
-        self._said = html()
+        self._answer, self._said = html().classes("top"), html()
         with section("Time"):
-            self._time = html()
-            self._memory = html()
+            self._time, self._memory = html(), html()
         with section("Timeline"):
             html(timeline_html())
             self._over_time, self._critical = html(), html()
         with section("Sensitivity"):
             self._sensitivity = html().props("data-testid=sensitivity")
         with section("Compare"):
-            with ui.element("div").classes("chips controls"):
+            with chips():
                 button("Pin this answer", "pin", self.pin)
                 button("Remove the pins", "unpin", self._unpin)
             self._compared = html(_NOT_PINNED).props("data-testid=comparison")
@@ -137,17 +135,14 @@ class Desk:
     def _add_share(self) -> None:
         with section("Share"):
             button("Save all as one file", "export", self._export)
-            button(
-                "Save the job as a file",
-                "save-job",
-                lambda: ui.download.content(job_toml(self.prediction.job), "job.toml"),
-            )
+            save = lambda: ui.download.content(job_toml(self.prediction.job), "job.toml")
+            button("Save the job as a file", "save-job", save)
             label = "Link to this job; it opens while this page runs on this machine. To send a job, save it as a file"
             self._link = text_input("link", label, readonly="readonly")
 
     def _set_theme(self, dark: bool | None) -> None:
         self._theme.value = dark
-        name = "" if dark is None else "dark" if dark else "light"
+        name = {None: "", True: "dark", False: "light"}[dark]
         ui.run_javascript(f"document.documentElement.className = '{name}'")
 
     def say(self, text: str) -> None:
@@ -166,39 +161,32 @@ class Desk:
         self._show(predict(job, self.space.predictor), rebuild)
 
     def _show(self, prediction: Prediction, rebuild: bool = False) -> None:
-        told, plan = prediction.to_dict(), training_plan(prediction, self.goal)
+        told, plan, job = prediction.to_dict(), training_plan(prediction, self.goal), prediction.job
         self.prediction = prediction
         self._version += 1
-        job = prediction.job
         self.say("")
         self._answer.classes(remove="stale")
-        title = f"{job.model_name} on {job.cluster.num_devices:,} x {job.hardware_name}"
-        self._title.content = escape(title) + f'<br><small class="quiet">{escape(job.name)}</small>'
+        self._title.content = f'{escape(views.title(job))}<br><small class="quiet">{escape(job.name)}</small>'
         self._answer.content, self._said.content = views.answer(told, plan), views.said(told)
         self._time.content, self._memory.content = views.time(told), views.memory(told)
         self._link.props["value"] = f"{self.space.address}&job={job_link(job)}"
-        if rebuild:
-            self._control_box.clear()
-            with self._control_box:
-                self._controls = Controls(job, self._change)
-                self._add_plan()
-        else:
-            self._controls.show(job)
+        if not rebuild:
+            return self._controls.show(job)
+        self._control_box.clear()
+        with self._control_box:
+            self._controls = Controls(job, self._change)
+            html("Training", "h2")
+            price = str(self.goal.prices.get(job.hardware_name, ""))
+            text_input("tokens", f"{job.unit.capitalize()} to train on", partial(self._plan, "tokens"),
+                       value=f"{self.goal.tokens:g}")  # fmt: skip
+            text_input("price", "Price of a device-hour", partial(self._plan, "price"), value=price)
 
-    def _change(self, changed_field: Field, text: str) -> None:
+    def _change(self, field: Field, text: str) -> None:
         try:
-            self.ask(changed(self.prediction.job, changed_field.key, changed_field.read(text)))
+            self.ask(changed(self.prediction.job, field.key, field.read(text)))
         except StepsightError as error:
             self._answer.classes(add="stale")  # it is of the last job that keeps the rules
-            self.say(f"{words(changed_field.key)} {shown(text)}: {error}")
-
-    def _add_plan(self) -> None:
-        html("Training", "h2")
-        job = self.prediction.job
-        wanted = {"tokens": (f"{job.unit.capitalize()} to train on", f"{self.goal.tokens:g}"),
-                  "price": ("Price of a device-hour", str(self.goal.prices.get(job.hardware_name, "")))}  # fmt: skip
-        for name, (label, value) in wanted.items():
-            text_input(name, label, partial(self._plan, name)).props["value"] = value
+            self.say(f"{words(field.key)} {shown(text)}: {error}")
 
     def _plan(self, name: str, text: str) -> None:
         def act() -> None:
@@ -236,12 +224,11 @@ class Desk:
             found = await run.io_bound(compute)
         except _ChangedError:
             return
-        if found is None:
-            return
-        self._shown, (call, facts) = version, found
-        ui.run_javascript(call)
-        self._over_time.content, self._critical.content = views.memory_over_time(facts), views.critical(facts)
-        self._sensitivity.content = views.sensitivity(facts) + views.next_steps(facts) + views.assumptions(facts)
+        if found is not None:
+            self._shown, (call, facts) = version, found
+            ui.run_javascript(call)
+            self._over_time.content, self._critical.content = views.memory_over_time(facts), views.critical(facts)
+            self._sensitivity.content = views.sensitivity(facts) + views.next_steps(facts) + views.assumptions(facts)
 
     async def _open(self, name: str) -> None:
         self.say(f"reading {name}")
@@ -256,10 +243,9 @@ class Desk:
         try:
             found = await run.io_bound(read)
         except (StepsightError, OSError) as error:
-            self.say(str(error))
-            return
+            return self.say(str(error))
         if found is not None:
-            self.attempt(lambda: self.take(found[0], found[1]))
+            self.attempt(lambda: self.take(*found))
 
     def take(self, found: Opened, assumed: str = "") -> None:
         """Show what was opened, and what was assumed; a job replaces the one that is shown."""
@@ -271,12 +257,11 @@ class Desk:
 
     def pin(self) -> None:
         """Keep the answer to compare others with it."""
-        if len(self.pins) < MOST_PINS:
-            self.pins.append(self.prediction)
+        self.pins = [*self.pins, self.prediction][:MOST_PINS]
         self._show_compared()
 
     def _unpin(self) -> None:
-        self.pins.clear()
+        self.pins = []
         self._show_compared()
 
     def _all(self) -> list[Prediction]:
@@ -285,18 +270,17 @@ class Desk:
 
     def _comparison(self) -> str:
         """Pinned answers and the present one; empty without pins."""
-        asked = self._all()
-        sides = [predicted_side(each, each.job.name) for each in asked]
-        return views.comparison(compare_sides(sides)) if len(asked) > 1 else ""
+        sides = [predicted_side(each, each.job.name) for each in self._all()]
+        return views.comparison(compare_sides(sides)) if len(sides) > 1 else ""
 
     def _show_compared(self) -> None:
         pinned = f"<p>{len(self.pins)} pinned. Change the job to compare.</p>" if self.pins else _NOT_PINNED
         self._compared.content = self._comparison() or pinned
 
     async def _export(self) -> None:
-        asked = self._all()
+        asked, goal = self._all(), self.goal
         facts = await run.io_bound(
-            lambda: [job_facts(one, self.space.predictor, training_plan(one, self.goal)) for one in asked]
+            lambda: [job_facts(one, self.space.predictor, training_plan(one, goal)) for one in asked]
         )
         extra = [text for text in (self._comparison(), self.search.view(), self.traces.content) if text]
         if facts is not None:

@@ -15,7 +15,7 @@ from stepsight.dataset.configs.documents import job_toml
 from stepsight.dataset.configs.formats import write_config, written_formats
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.page import views
-from stepsight.experiments.page.controls import button, html, on_choice, section, text_input
+from stepsight.experiments.page.controls import VALUE, button, chips, html, on_choice, section, slider, text_input
 from stepsight.experiments.questions.traced_runs import ReplayedRun
 from stepsight.experiments.questions.what_if import changed_run
 from stepsight.experiments.reports.job_texts import written_text
@@ -33,9 +33,6 @@ MOST_KINDS = 3  # of ops, that have a slider
 _STEPS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)  # times as fast
 
 
-Present = Callable[[], tuple[Job, Goal]]
-
-
 class _StoppedError(Exception):
     """The user stopped the search."""
 
@@ -43,7 +40,7 @@ class _StoppedError(Exception):
 class SearchSection:
     """Runs a search, shows its strategies as a plot, and gives the chosen one away as a file."""
 
-    def __init__(self, predictor: Any, present: Present, use: Callable[[Job], None]) -> None:
+    def __init__(self, predictor: Any, present: Callable[[], tuple[Job, Goal]], use: Callable[[Job], None]) -> None:
         self._predictor, self._present, self._use = predictor, present, use
         self._result: SearchResult | None = None
         self.progress, self._nodes, self._stopped, self._chosen = "", "", False, 0
@@ -51,17 +48,13 @@ class SearchSection:
             html("<p>Find the strategy with the shortest predicted iteration that fits in memory.</p>")
             label = "Numbers of nodes to compare, as 64,128 (empty: the job's own)"
             text_input("search-nodes", label, partial(setattr, self, "_nodes"))
-            with ui.element("div").classes("chips controls"):
+            with chips():
                 button("Search", "search", self._search)
-                button("Stop", "search-stop", self._stop)
-            line = ui.label().props("role=status data-testid=search-progress")
-            line.bind_text_from(self, "progress")
+                button("Stop", "search-stop", partial(setattr, self, "_stopped", True))
+            ui.label().props("role=status data-testid=search-progress").bind_text_from(self, "progress")
             self._view = html().props("data-testid=search-result")
             on_choice(self._view, lambda key: self._choose(int(key)))
-            self._taking = ui.element("div").classes("chips controls")
-
-    def _stop(self) -> None:
-        self._stopped = True
+            self._taking = chips()
 
     async def _search(self) -> None:
         self._stopped, self.progress = False, "searching"
@@ -113,11 +106,10 @@ class SearchSection:
         """Download a strategy as a framework's configuration or launch script."""
         try:
             written = write_config(job, name)
+            ui.download.content(written.text, f"{name}{written.suffix}")
+            self.progress = printable(written_text(written, name))
         except StepsightError as error:
             self.progress = printable(str(error))
-            return
-        self.progress = printable(written_text(written, name))
-        ui.download.content(written.text, f"{name}{written.suffix}")
 
 
 class TraceSection:
@@ -151,19 +143,17 @@ class TraceSection:
             for kind in dict.fromkeys(kinds):
                 with ui.element("div").classes("field"):
                     label = html(f"{escape(words(kind))}: as traced", "label")
-                    slider = ui.element("input").props(f"type=range min=0 max={len(_STEPS) - 1} value=2 step=1")
-                    slider.props.update({"aria-label": words(kind), "data-testid": f"faster-{kind}"})
+                    made = slider(f"faster-{kind}", words(kind), len(_STEPS)).props("value=2")
 
                 async def moved(event: Any, kind: str = kind, label: ui.html = label) -> None:
-                    factor = _STEPS[int(event.args)]
-                    self._faster[kind] = factor
+                    self._faster[kind] = factor = _STEPS[int(event.args)]
                     label.content = f"{escape(words(kind))}: {factor:g} times as fast"
                     await self._answer(found)
 
-                slider.on("input", moved, throttle=0.2, js_handler="(e) => emit(e.target.value)")
+                made.on("input", moved, throttle=0.2, js_handler=VALUE)
             with ui.element("div").classes("chips"):
                 for name in ("no_host", "remove_straggler"):
-                    button(words(name), name.replace("_", "-"), lambda name=name: self._switch(found, name))
+                    button(words(name), name.replace("_", "-"), partial(self._switch, found, name))
 
     async def _switch(self, found: ReplayedRun, name: str) -> None:
         self._switches[name] = not self._switches.get(name, False)
@@ -172,14 +162,12 @@ class TraceSection:
     async def _answer(self, found: ReplayedRun) -> None:
         """Replay the step with all changes."""
         faster = {kind: factor for kind, factor in self._faster.items() if factor != 1.0}
-        asked = TraceChanges(faster=faster, **self._switches)
         if not faster and not any(self._switches.values()):
             self._changed.content = ""
             return
-        told = await run.io_bound(changed_run, found, asked)
+        told = await run.io_bound(changed_run, found, TraceChanges(faster=faster, **self._switches))
         if told is not None:
-            rows = [
-                [each["change"], seconds_text(each["step_s"]), f"{each['speedup']:.2f}"] for each in told["changes"]
-            ]
-            rows.append(["all of them", seconds_text(told["changed_s"]), f"{told['speedup']:.2f}"])
+            every = {"change": "all of them", "step_s": told["changed_s"], "speedup": told["speedup"]}
+            rows = [[each["change"], seconds_text(each["step_s"]), f"{each['speedup']:.2f}"]
+                    for each in (*told["changes"], every)]  # fmt: skip
             self._changed.content = views.html_table(["change", "step", "speed-up"], rows)

@@ -6,6 +6,7 @@ It imports no library of pages: the address is printed, and the browser starts, 
 from __future__ import annotations
 
 import base64
+import logging
 import secrets
 import socket
 import zlib
@@ -47,8 +48,7 @@ class Workspace:
 
     def names(self) -> list[str]:
         """Files and folders that may be opened, by their paths within the folder."""
-        found = sorted(self._offered(self.root, 1))
-        return [str(path.relative_to(self.root)) for path in found[:MOST_FILES]]
+        return [str(path.relative_to(self.root)) for path in sorted(self._offered(self.root, 1))[:MOST_FILES]]
 
     def _offered(self, folder: Path, depth: int) -> Iterator[Path]:
         from stepsight.dataset.capture.captured import MANIFEST
@@ -56,12 +56,11 @@ class Workspace:
         for path in folder.iterdir():
             if path.name.startswith("."):
                 continue
-            if path.is_dir() and ((path / MANIFEST).is_file() or (path / "runs").is_dir()):
+            whole = (path / MANIFEST).is_file() or (path / "runs").is_dir()
+            if whole or (path.suffix in _SUFFIXES and path.is_file()):
                 yield path
             elif path.is_dir() and depth < DEEPEST and not path.is_symlink():
                 yield from self._offered(path, depth + 1)
-            elif path.suffix in _SUFFIXES and path.is_file():
-                yield path
 
     def open(self, name: str, hardware: str = "") -> tuple[Opened, str]:
         """Open a job, a configuration, a captured script or a traced run, and tell what was assumed.
@@ -162,12 +161,11 @@ class PageServer:
         """Serve until the process is interrupted, and read files of some folders alone."""
         import uvicorn
 
-        package, uploads = Path(__file__).parents[2], Path(gettempdir())
-        guarded = Guard(app, self.port, self.token)
+        logging.getLogger("nicegui").setLevel(logging.ERROR)  # else it prints each address that it does not know
         config = uvicorn.Config(
-            guarded, log_level="error", timeout_graceful_shutdown=1, ws_max_size=MOST_REQUEST, lifespan="on"
+            Guard(app, self.port, self.token), log_level="error", timeout_graceful_shutdown=1, ws_max_size=MOST_REQUEST
         )
-        with reading_only([*folders, package, uploads]), suppress(KeyboardInterrupt):
+        with reading_only([*folders, Path(__file__).parents[2], Path(gettempdir())]), suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[self._listening])
 
 
@@ -195,7 +193,7 @@ class Guard:
             plain = [(b"content-type", b"text/plain; charset=utf-8")]
             await send({"type": "http.response.start", "status": status, "headers": plain})
             return await send({"type": "http.response.body", "body": text.encode()})
-        query = [pair for pair in _query(scope) if pair[0] != "token"]
+        query = urlencode([pair for pair in _query(scope) if pair[0] != "token"])
         more = {**_HEADERS, "Set-Cookie": f"{self._cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"}
 
         async def send_with_headers(message: _Message) -> None:
@@ -204,7 +202,7 @@ class Guard:
                 message["headers"] = own + [(name.encode(), value.encode()) for name, value in more.items()]
             await send(message)
 
-        await self._app({**scope, "query_string": urlencode(query).encode()}, receive, send_with_headers)
+        await self._app({**scope, "query_string": query.encode()}, receive, send_with_headers)
 
     def _answer(self, scope: _Message) -> tuple[int, str]:
         """Status and text of what the application does not answer; 0: it does."""

@@ -7,27 +7,15 @@ from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from stepsight.experiments.page.charts import (
-    BLUE,
-    COLORS,
-    DARK_COLORS,
-    GREEN,
-    GREY,
-    ORANGE,
-    SCRIPT,
-    bars,
-    lines,
-    scatter,
-    stacks,
-    timeline_call,
-    timeline_html,
-)
+from stepsight.experiments.page import charts
+from stepsight.experiments.page.charts import BLUE, GREEN, GREY, ORANGE, SCRIPT, bars, lines, timeline_html
 from stepsight.experiments.questions.compare import comparison_tables, letters_of
 from stepsight.experiments.reports.text_table import shown, words
 from stepsight.simulator.memory.estimate import FIELDS
 from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE, interval_text, seconds_text
 
 if TYPE_CHECKING:
+    from stepsight.dataset.job.job import Job
     from stepsight.experiments.search.choices import Choice, SearchResult
     from stepsight.training.prediction.prediction import Prediction
 
@@ -35,39 +23,34 @@ Facts = Mapping[str, Any]
 STAGES_DRAWN = 8  # of a pipeline's memory over time
 MOST_POINTS = 800  # of a curve
 MOST_LISTED = 40  # strategies of a search that are listed
-_DARK = "--ink:#e6e6e6;--paper:#1b1d21;--soft:#2a2d33;--edge:#454a52;--red:#ff8a80;color-scheme:dark;" + DARK_COLORS
+_DARK = (
+    "--ink:#e6e6e6;--paper:#1b1d21;--soft:#2a2d33;--edge:#454a52;--red:#ff8a80;color-scheme:dark;" + charts.DARK_COLORS
+)
 
 
 def style() -> str:
     """Style sheet of pages and of saved files: dark where the reader's system is, unless the page says otherwise."""
     text = resources.files(__package__).joinpath("page.css").read_text("utf-8")
     dark = f"@media screen and (prefers-color-scheme:dark){{:root:not(.light){{{_DARK}}}}}:root.dark{{{_DARK}}}"
-    return f"{COLORS}{text}{dark}"
+    return f"{charts.COLORS}{text}{dark}"
 
 
-def saved_page(title: str, parts: Sequence[str], calls: Sequence[str] = ()) -> str:
-    """Write a page as one file that loads nothing.
-
-    Args:
-        title: Of the page.
-        parts: Its views.
-        calls: Scripts that draw the timelines of the views.
-    """
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{style()}</style>'
-    script = f"<script>{SCRIPT.read_text('utf-8')}{';'.join(calls)}</script>" if calls else ""
+def job_page(predictions: Sequence[Prediction], facts: Sequence[Facts], extra: Sequence[str] = ()) -> str:
+    """Write all about jobs as one file that loads nothing; ``extra``: views that come first, such as a comparison."""
+    titles, parts = [title(one.job, one.job.name) for one in predictions], list(extra)
+    for number, (text, each) in enumerate(zip(titles, facts, strict=True)):
+        parts += [f'<h1 id="job-{number}">{escape(text)}</h1>', *job_views(each, number)]
+    calls = [charts.timeline_call(one.timeline("segment"), number) for number, one in enumerate(predictions)]
+    whole = titles[0] if len(titles) == 1 else f"{len(titles)} jobs"
+    head = f'<meta charset="utf-8"><title>{escape(whole)}</title><style>{style()}</style>'
+    script = f"<script>{SCRIPT.read_text('utf-8')}{';'.join(calls)}</script>"
     body = f"<article>{''.join(parts)}</article>{script}"
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>\n'
 
 
-def job_page(predictions: Sequence[Prediction], facts: Sequence[Facts], extra: Sequence[str] = ()) -> str:
-    """Write everything about jobs as one file; ``extra``: views that come first, such as a comparison."""
-    titles = [f"{each['job']} on {one.job.cluster.num_devices} x {each['hardware']}"
-              for one, each in zip(predictions, facts, strict=True)]  # fmt: skip
-    parts = list(extra)
-    for number, (title, each) in enumerate(zip(titles, facts, strict=True)):
-        parts += [f'<h1 id="job-{number}">{escape(title)}</h1>', *job_views(each, number)]
-    calls = [timeline_call(one.timeline("segment"), number) for number, one in enumerate(predictions)]
-    return saved_page(titles[0] if len(titles) == 1 else f"{len(titles)} jobs", parts, calls)
+def title(job: Job, name: str = "") -> str:
+    """A job on its devices; ``name``: instead of its model's."""
+    return f"{name or job.model_name} on {job.cluster.num_devices:,} x {job.hardware_name}"
 
 
 def job_views(facts: Facts, number: int) -> list[str]:
@@ -88,14 +71,14 @@ def job_views(facts: Facts, number: int) -> list[str]:
 def html_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A table; columns whose cells begin with a digit or a sign are set to the right."""
     cells = [[shown(cell) for cell in row] for row in rows]
-    right = [bool(cells) and all(row[at][:1] in "0123456789+-" for row in cells) for at in range(len(header))]
-    marks = [' class="number"' if each else "" for each in right]
-    top = "".join(f"<th{mark}>{escape(name)}</th>" for name, mark in zip(header, marks, strict=True))
-    body = "".join(
-        "<tr>" + "".join(f"<td{mark}>{escape(cell)}</td>" for cell, mark in zip(row, marks, strict=True)) + "</tr>"
-        for row in cells
-    )
-    return f"<table><tr>{top}</tr>{body}</table>"
+    numeric = [bool(cells) and all(row[at][:1] in "0123456789+-" for row in cells) for at in range(len(header))]
+    marks = [' class="number"' if each else "" for each in numeric]
+
+    def line(tag: str, row: Sequence[str]) -> str:
+        drawn = (f"<{tag}{mark}>{escape(cell)}</{tag}>" for cell, mark in zip(row, marks, strict=True))
+        return f"<tr>{''.join(drawn)}</tr>"
+
+    return f"<table>{line('th', header)}{''.join(line('td', row) for row in cells)}</table>"
 
 
 def section(title: str, content: str) -> str:
@@ -105,11 +88,14 @@ def section(title: str, content: str) -> str:
 def answer(facts: Facts, plan: Facts | None = None) -> str:
     """The figures that a reader looks for first."""
     held = facts["memory"]
-    fits = "fits" if held["fits"] else "does not fit"
     figures = [
         ("iteration-time", seconds_text(facts["iteration_time_s"]), "an iteration"),
         ("interval", interval_text(facts["low_s"], facts["high_s"]), "90 % prediction interval"),
-        ("memory", f"{held['peak_bytes'] / 1e9:.1f} of {held['capacity_bytes'] / 1e9:.1f} GB", f"memory: {fits}"),
+        (
+            "memory",
+            f"{held['peak_bytes'] / 1e9:.1f} of {held['capacity_bytes'] / 1e9:.1f} GB",
+            f"memory: {'fits' if held['fits'] else 'does not fit'}",
+        ),
         ("mfu", f"{100 * facts['mfu']:.1f} %", "MFU"),
     ]
     if facts["tokens_per_s"] is not None:
@@ -120,11 +106,9 @@ def answer(facts: Facts, plan: Facts | None = None) -> str:
             ("days", f"{plan['days']:,.1f} days", f"for {plan['tokens']:.4g} {plan['unit']}".replace("e+", "e")),
             ("cost", cost, f"cost of {plan['device_hours']:,.0f} device-hours"),
         ]
-    shown_figures = (
-        f'<div><b data-testid="{name}">{escape(value)}</b><span>{escape(text)}</span></div>'
-        for name, value, text in figures
-    )
-    return f'<div class="answer">{"".join(shown_figures)}</div>'
+    told = (f'<div><b data-testid="{name}">{escape(value)}</b><span>{escape(text)}</span></div>'
+            for name, value, text in figures)  # fmt: skip
+    return f'<div class="answer">{"".join(told)}</div>'
 
 
 def said(facts: Facts) -> str:
@@ -138,22 +122,20 @@ def said(facts: Facts) -> str:
         *facts["warnings"],
         *filter(None, [facts["memory"]["reason"]]),
     ]
-    warnings = "".join(f'<p class="warning">{escape(text)}</p>' for text in texts)
     items = "".join(f"<li>{escape(text)}</li>" for text in facts["unsupported"])
     more = f"<details><summary>Outside the measured range</summary><ul>{items}</ul></details>" if items else ""
-    return f"<p>{escape(rests)}</p>{warnings}{more}"
+    return f"<p>{escape(rests)}</p>{_warnings(texts)}{more}"
+
+
+def _warnings(texts: Sequence[str]) -> str:
+    return "".join(f'<p class="warning">{escape(text)}</p>' for text in texts)
 
 
 def time(facts: Facts) -> str:
     """Where the time goes, by cause."""
     whole = facts["iteration_time_s"]
-    return bars(
-        [
-            (words(cause), [(seconds, f"{seconds_text(seconds)}, {100 * seconds / whole:.1f} %", BLUE)])
-            for cause, seconds in facts["breakdown"].items()
-            if seconds > 1e-6 * whole
-        ]
-    )
+    return bars([(words(cause), [(seconds, f"{seconds_text(seconds)}, {100 * seconds / whole:.1f} %", BLUE)])
+                 for cause, seconds in facts["breakdown"].items() if seconds > 1e-6 * whole])  # fmt: skip
 
 
 def critical(facts: Facts) -> str:
@@ -170,12 +152,12 @@ def critical(facts: Facts) -> str:
 def memory(facts: Facts) -> str:
     """Memory of each stage against the capacity."""
     stages = facts["memory"]["stages"]
-    rows = [
-        (f"stage {at}", {words(name): stage[name] / 1e9 for name in FIELDS if stage[name]})
-        for at, stage in enumerate(stages)
-    ]
+    rows = [(f"stage {at}", {words(name): stage[name] / 1e9 for name in FIELDS if stage[name]})
+            for at, stage in enumerate(stages)]  # fmt: skip
     limits = [stage.get("capacity_bytes", facts["memory"]["capacity_bytes"]) / 1e9 for stage in stages]
-    return f"<h3>Memory by stage</h3>{stacks(rows, limits, 'GB')}<p>The red line is the capacity of a device.</p>"
+    return (
+        f"<h3>Memory by stage</h3>{charts.stacks(rows, limits, 'GB')}<p>The red line is the capacity of a device.</p>"
+    )
 
 
 def memory_over_time(facts: Facts) -> str:
@@ -291,32 +273,31 @@ def search_view(result: SearchResult, chosen: int | None = None) -> str:
     dearest = max((cost for cost in costs if cost is not None), default=None)
     front = front_of([(choice.peak_bytes, choice.timed[0]) if choice.fits else None for choice in choices])
     rivals = {id(rival.choice): rival for rival in result.rivals}
-    points: list[dict[str, Any]] = []
+    points, rows = list[dict[str, Any]](), list[list[str]]()
     for at, (choice, cost) in enumerate(zip(choices, costs, strict=True)):
+        told_cost = "-" if cost is None else f"{cost:,.0f}"
         color = ORANGE if at in front else BLUE if choice.fits else GREY
         text = f"{choice.job.name}: {seconds_text(choice.timed[0])}, {choice.peak_bytes / 1e9:.1f} GB"
-        text += "" if cost is None else f", cost {cost:,.0f}"
-        text += "" if choice.fits else ", does not fit"
+        text += ("" if cost is None else f", cost {told_cost}") + ("" if choice.fits else ", does not fit")
         size = (5 if dearest is None or cost is None else 3 + 5 * cost / dearest) + 3 * (at == chosen)
         points.append({"x": choice.peak_bytes / 1e9, "y": choice.timed[0], "text": text, "key": at,
                        "color": GREEN if at == chosen else color, "size": size})  # fmt: skip
-    line = [(points[at]["x"], points[at]["y"]) for at in front]
-    rows = []
-    for at, choice in enumerate(choices[:MOST_LISTED]):
         rival = rivals.get(id(choice))
         regret = f"{result.regrets[at]:.2f} %" if at < len(result.regrets) else "-"
         doubt = f"{rival.slower_percent:+.1f} ± {rival.error_percent:.1f} %" if rival else "-"
         rows.append([choice.job.name, seconds_text(choice.timed[0]), interval_text(*choice.timed[1:]),
-                     f"{choice.peak_bytes / 1e9:.1f}", "-" if costs[at] is None else f"{costs[at]:,.0f}",
-                     regret, doubt, "yes" if at in front else ""])  # fmt: skip
+                     f"{choice.peak_bytes / 1e9:.1f}", told_cost, regret, doubt,
+                     "yes" if at in front else ""])  # fmt: skip
+    line = [(points[at]["x"], points[at]["y"]) for at in front]
     header = ["strategy", "iteration", "interval", "memory, GB", "cost", "expected regret", "not told from the best",
               "front"]  # fmt: skip
     titles = ("memory of the fullest stage, GB", "seconds of an iteration")
+    drawn = charts.scatter(points, *titles, line)
     told = f"{result.counts}: {result.proof}."
     sized = "" if dearest is None else " A larger point costs more."
     return (
         f"<p>{escape(told)} Orange: the front of time and memory. Grey: does not fit.{sized}</p>"
-        f'<div data-testid="front">{scatter(points, *titles, line)}</div>{html_table(header, rows)}'
+        f'<div data-testid="front">{drawn}</div>{html_table(header, rows[:MOST_LISTED])}'
     )
 
 
@@ -333,19 +314,14 @@ def trace_view(told: Facts, split: Facts) -> str:
         return bars([(words(name), [(value, f"{1e3 * value:,.3f} ms, {100 * value / whole:.1f} %", fill)])
                      for name, value in list(seconds.items())[:MOST_LISTED]])  # fmt: skip
 
-    exposed = [
-        (
-            f"rank {rank}",
-            [(seconds, f"{1e3 * seconds:.3f} ms, {told['exposed_communication_percent'][rank]:.1f} %", ORANGE)],
-        )
-        for rank, seconds in list(told["exposed_communication_s"].items())[:MOST_LISTED]
-    ]
+    percent = told["exposed_communication_percent"]
+    exposed = [(f"rank {rank}", [(seconds, f"{1e3 * seconds:.3f} ms, {percent[rank]:.1f} %", ORANGE)])
+               for rank, seconds in list(told["exposed_communication_s"].items())[:MOST_LISTED]]  # fmt: skip
     causes = [[words(cause["cause"]), f"{1e3 * cause['seconds']:.3f} ms", f"{cause['saved_percent']:.1f} %",
                cause["evidence"], cause["advice"]] for cause in told["causes"]]  # fmt: skip
     steps = f"Step: measured {seconds_text(told['measured_s'])}, replayed {seconds_text(told['replayed_s'])}."
-    warnings = "".join(f'<p class="warning">{escape(text)}</p>' for text in told["warnings"])
     return (
-        f"<h1>{escape(str(told['run']))}</h1><p>{steps}</p>{warnings}"
+        f"<h1>{escape(str(told['run']))}</h1><p>{steps}</p>{_warnings(told['warnings'])}"
         + section("Causes, by what their removal saves",
                   html_table(["cause", "saves", "of the step", "evidence", "what to do"], causes))
         + section("Exposed communication of a step", bars(exposed))

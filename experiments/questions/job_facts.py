@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.schedules import SCHEDULES
 from stepsight.dataset.job.specs import CHOICES, MODELS, PRECISIONS
-from stepsight.experiments.questions.sweep import FABRIC_KEYS, Axis, change_job, sweep
+from stepsight.experiments.questions.sweep import FABRIC_KEYS, NODES, Axis, change_job, sweep
 from stepsight.experiments.reports.text_table import words
 from stepsight.simulator.iteration.timeline import memory_moments
 from stepsight.training.prediction.prediction import Prediction, predict
@@ -24,15 +26,9 @@ if TYPE_CHECKING:
 OnStep = Callable[[int, int], None]
 MOST_STEPS = 6
 LEAST_GAIN = 0.002  # share of the throughput: smaller gains are within the prediction error
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of curves
 Effect = dict[str, Any]  # of a change: name, values, tokens_per_s_ratio, iteration_time_s, memory_bytes, fits
-
-
-class _Asked(NamedTuple):
-    """A prediction, what made it, and what is called between others."""
-
-    prediction: Prediction
-    predictor: Predictor | str | None
-    on_step: OnStep
+EffectOf = Callable[[dict[str, Any], Callable[[], Job]], Effect | None]  # of changed values, and what changes the job
 
 
 def job_facts(
@@ -42,16 +38,37 @@ def job_facts(
     on_step: OnStep = lambda *_: None,
 ) -> dict[str, Any]:
     """Collect all values of the page; ``on_step`` is called between predictions, and may raise to stop."""
-    asked = _Asked(prediction, predictor, on_step)
+    job, fabric = prediction.job, prediction.job.fabric
+    links = {"within a node": fabric.intra_node, "between nodes": fabric.inter_node}
+
+    def effect(values: dict[str, Any], change: Callable[[], Job]) -> Effect | None:
+        """The effect of a change; None if the changed job is not legal or the same."""
+        on_step(0, 0)
+        try:
+            other = change()
+            if other == job:
+                return None
+            found = predict(other, predictor)
+        except StepsightError:
+            return None
+        ratio, memory = found.tokens_per_s / prediction.tokens_per_s, found.memory
+        name = ", ".join(f"{key.partition('.')[2]} = {str(value).lower()}" for key, value in values.items())
+        told = {"name": name, "values": values, "tokens_per_s_ratio": ratio, "iteration_time_s": found.iteration_time_s}
+        return {**told, "memory_bytes": memory.peak_bytes, "fits": memory.fits}
+
     return {
         **prediction.to_dict(),
-        "tables": prediction.job.to_dict(),
-        "fabric": _fabric(prediction),
+        "tables": job.to_dict(),
+        "fabric": {"name": fabric.name}
+        | {
+            name: {"gbytes_per_s": link.bandwidth_bytes_per_s / 1e9, "latency_us": link.latency_s * 1e6}
+            for name, link in links.items()
+        },
         "explain": [row.to_dict() for row in prediction.explain(8)],
         "plan": dict(plan),
-        "tornado": _tornado(asked),
-        "curves": _curves(asked),
-        "next_steps": _next_steps(asked),
+        "tornado": _tornado(job, effect),
+        "curves": _curves(job, predictor, on_step),
+        "next_steps": _next_steps(job, effect),
         "memory_over_time": memory_over_time(prediction),
     }
 
@@ -65,92 +82,52 @@ def memory_over_time(prediction: Prediction) -> list[dict[str, Any]]:
     ]
 
 
-def _fabric(prediction: Prediction) -> dict[str, Any]:
-    fabric = prediction.job.fabric
-    links = (("within a node", fabric.intra_node), ("between nodes", fabric.inter_node))
-    return {"name": fabric.name} | {
-        name: {"gbytes_per_s": link.bandwidth_bytes_per_s / 1e9, "latency_us": link.latency_s * 1e6}
-        for name, link in links
-    }
-
-
-def _curves(asked: _Asked) -> dict[str, list[dict[str, Any]]]:
+def _curves(job: Job, predictor: Predictor | str | None, on_step: OnStep) -> dict[str, list[dict[str, Any]]]:
     """The job over numbers of nodes, and over the bandwidth between nodes."""
-    job = asked.prediction.job
-    nodes, link = job.cluster.nodes, job.fabric.inter_node
-    counts = sorted({max(1, int(nodes * factor)) for factor in (0.25, 0.5, 1, 2, 4)})
-    axes = [Axis("cluster.nodes", tuple(counts))]
-    if nodes > 1:
-        rates = tuple(link.bandwidth_bytes_per_s / 1e9 * factor for factor in (0.25, 0.5, 1.0, 2.0, 4.0))
-        axes.append(Axis("cluster.fabric.inter_node.bandwidth_gbytes_per_s", rates))
+    axes = {NODES: tuple(sorted({max(1, int(job.cluster.nodes * factor)) for factor in FACTORS}))}
+    if job.cluster.nodes > 1:
+        axes[BANDWIDTH] = tuple(value_of(job, BANDWIDTH) * factor for factor in FACTORS)
     found = {}
-    for axis in axes:
-        try:
-            weak = axis.key == "cluster.nodes"
-            points = sweep(job, [axis], asked.predictor, weak=weak, on_point=asked.on_step)
-        except StepsightError:
-            continue
-        found[axis.key] = [point.to_dict() for point in points]
+    for key, values in axes.items():
+        with suppress(StepsightError):
+            points = sweep(job, [Axis(key, values)], predictor, weak=key == NODES, on_point=on_step)
+            found[key] = [point.to_dict() for point in points]
     return found
 
 
-def _tornado(asked: _Asked) -> list[dict[str, Any]]:
+def _tornado(job: Job, effect: EffectOf) -> list[dict[str, Any]]:
     """Halve and double links, latency, batch sizes and nodes, one at a time.
 
     Returns:
         A row for each with ``name``, ``half`` and ``double`` (``Effect``; None: not legal), the largest
         effect first.
     """
-    rows, job = list[dict[str, Any]](), asked.prediction.job
+    rows = list[dict[str, Any]]()
     for field in fields_of(job):
-        if not field.is_number or field.group not in (BATCH, CLUSTER):
-            continue
-        own, found = value_of(job, field.key), dict[str, Effect | None]()
-        for way, factor in (("half", 0.5), ("double", 2)):
-            values = {field.key: max(1, int(own * factor)) if isinstance(own, int) else own * factor}
-            found[way] = _effect(asked, f"{words(field.key)}: {way}", values, partial(change_job, job, values))
-        if any(found.values()):
-            rows.append({"name": words(field.key), **found})
+        if field.is_number and field.group in (BATCH, CLUSTER):
+            own, found = value_of(job, field.key), dict[str, Effect | None]()
+            for way, factor in (("half", 0.5), ("double", 2)):
+                values = {field.key: max(1, int(own * factor)) if isinstance(own, int) else own * factor}
+                found[way] = effect(values, partial(change_job, job, values))
+            if any(found.values()):
+                rows.append({"name": words(field.key), **found})
     size = lambda row: max(abs(row[way]["tokens_per_s_ratio"] - 1) for way in ("half", "double") if row[way])
     return sorted(rows, key=size, reverse=True)
 
 
-def _effect(asked: _Asked, name: str, values: dict[str, Any], change: Callable[[], Job]) -> Effect | None:
-    """The effect of a change; None if the changed job is not legal or the same."""
-    prediction = asked.prediction
-    asked.on_step(0, 0)
-    try:
-        job = change()
-        if job == prediction.job:
-            return None
-        found = predict(job, asked.predictor)
-    except StepsightError:
-        return None
-    return {
-        "name": name,
-        "values": values,
-        "tokens_per_s_ratio": found.tokens_per_s / prediction.tokens_per_s,
-        "iteration_time_s": found.iteration_time_s,
-        "memory_bytes": found.memory.peak_bytes,
-        "fits": found.memory.fits,
-    }
-
-
-def _next_steps(asked: _Asked) -> list[Effect]:
+def _next_steps(job: Job, effect: EffectOf) -> list[Effect]:
     """Find single changes of the strategy that fit in memory and are faster, the fastest first."""
-    job, found = asked.prediction.job, list[Effect | None]()
+    found = list[Effect | None]()
     for field in fields_of(job):
-        if field.group != STRATEGY and field.key != "batch.micro_batch":
-            continue
-        own = field.values.index(value_of(job, field.key))
-        near = range(max(0, own - 1), own + 2) if field.is_number else range(len(field.values))
-        for value in (field.values[at] for at in near if at != own and at < len(field.values)):
-            name = f"{field.key.partition('.')[2]} = {str(value).lower()}"
-            found.append(_effect(asked, name, {field.key: value}, partial(changed, job, field.key, value)))
+        if field.group == STRATEGY or field.key == "batch.micro_batch":
+            at = field.values.index(value_of(job, field.key))
+            near = field.values[max(0, at - 1) : at + 2] if field.is_number else field.values
+            found += [effect({field.key: value}, partial(changed, job, field.key, value)) for value in near]
     better = [each for each in found if each and each["fits"] and each["tokens_per_s_ratio"] > 1 + LEAST_GAIN]
-    return sorted(better, key=lambda effect: -effect["tokens_per_s_ratio"])[:MOST_STEPS]
+    return sorted(better, key=lambda each: -each["tokens_per_s_ratio"])[:MOST_STEPS]
 
 
+BANDWIDTH = "cluster.fabric.inter_node.bandwidth_gbytes_per_s"
 MODEL, DEVICE, SCHEDULE, VIRTUAL = "model.name", "cluster.hardware", "parallel.schedule", "parallel.virtual_stages"
 STRATEGY, BATCH, CLUSTER, SIZES = GROUPS = ("Strategy", "Batch", "Cluster", "Model")
 # Group, key, and the largest value of a slider that doubles; 0: from an eighth to eight times the job's own value.
@@ -163,13 +140,13 @@ _SLIDERS: tuple[tuple[str, str, int], ...] = (
     (BATCH, "batch.micro_batch", 64),
     (BATCH, "batch.global_batch", 0),
     (BATCH, "model.seq_len", 0),
-    (CLUSTER, "cluster.nodes", 16384),
+    (CLUSTER, NODES, 16384),
     *((CLUSTER, key, 0) for key in FABRIC_KEYS),
     (SIZES, "model.layers", 0),
     (SIZES, "model.hidden", 0),
 )
 _OF_TABLES = ("model.seq_len", "model.layers", "model.hidden")  # they follow from a recommendation model's tables
-_FLAGS = ("sequence_parallel", "overlap_grad_reduce", "overlap_param_gather")
+_CHOSEN = ("zero_stage", "recompute", "sequence_parallel", "overlap_grad_reduce", "overlap_param_gather", "overlap_tp")
 
 
 @dataclass(frozen=True)
@@ -208,26 +185,20 @@ def value_of(job: Job, key: str) -> Any:
         _, _, place, fact = key.split(".")
         link = getattr(job.fabric, place)
         return link.latency_s * 1e6 if fact == "latency_us" else link.bandwidth_bytes_per_s / 1e9
-    if key == DEVICE:
-        return job.hardware_name
-    section, _, name = key.partition(".")
-    return getattr(getattr(job, section), name)
+    return job.hardware_name if key == DEVICE else attrgetter(key)(job)
 
 
 def fields_of(job: Job) -> list[Field]:
     """The fields of a job, in the order of the page; each offers the job's own value too."""
     found = []
     for group, key, most in _SLIDERS:
-        if job.model.tables and key in _OF_TABLES:
-            continue
-        own = value_of(job, key)
-        powers = [2**power for power in range(most.bit_length())]
-        found.append(Field(group, key, tuple(sorted({own, *(powers if most else _around(own))})), True))
+        if not (job.model.tables and key in _OF_TABLES):
+            own = value_of(job, key)
+            values = [2**power for power in range(most.bit_length())] if most else _around(own)
+            found.append(Field(group, key, tuple(sorted({own, *values})), True))
     choices: list[tuple[str, str, Iterable[Any]]] = [
         (STRATEGY, SCHEDULE, SCHEDULES.names()),
-        *((STRATEGY, f"parallel.{name}", CHOICES[f"parallel.{name}"]) for name in ("zero_stage", "recompute")),
-        *((STRATEGY, f"parallel.{name}", (False, True)) for name in _FLAGS),
-        (STRATEGY, "parallel.overlap_tp", CHOICES["parallel.overlap_tp"]),
+        *((STRATEGY, f"parallel.{name}", CHOICES.get(f"parallel.{name}", (False, True))) for name in _CHOSEN),
         (BATCH, "batch.precision", PRECISIONS),
         (CLUSTER, DEVICE, HARDWARE.names()),
         (SIZES, MODEL, MODELS),

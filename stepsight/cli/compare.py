@@ -188,6 +188,7 @@ def page_command(
         browser: Open a browser.
         hardware: Name of the devices for configurations, which do not state it.
     """
+    import gc
     import webbrowser
 
     need("nicegui")
@@ -200,6 +201,7 @@ def page_command(
     def serve() -> None:
         if browser:  # it starts, and waits for the socket, while the libraries of the page are imported
             webbrowser.open(server.address)
+        gc.disable()  # the page does it again once all is loaded: half a million new objects hold no garbage
         from stepsight.experiments.page.page import make_app
 
         folders = [space.root, *(path.parent for path in named), *filter(None, [source.predictor])]
