@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import facts, flat, yaml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
-from stepsight.dataset.configs.key_table import CLIP, ConfigText, JobView, Row, read_rows, rows_of
+from stepsight.dataset.configs.key_table import CLIP, ConfigText, JobView, read_rows, rows_of
 from stepsight.dataset.job.job import Job
 
 _STRATEGIES: Mapping[str, list[Any]] = facts()["fsdp"]["strategies"]
@@ -30,9 +29,8 @@ def read(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft; a DeepSpeed JSON of the same folder that the file names is read too."""
     ways = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed_plugin", "MEGATRON_LM": "megatron_plugin"}
     way = ways.get(str(file.tables.get("distributed_type")), "replicated")
-    named = (Row(_STAGE, read=partial(_read_deepspeed_way, file=file)),) if way == "deepspeed_plugin" else ()
-    rows = (*ROWS, *named, *rows_of("accelerate", globals(), way), *rows_of("accelerate", globals(), "last"))
-    read_rows(rows, Reading(draft, flat(file.tables)))
+    rows = [row for group in ("rows", way, "last") for row in rows_of("accelerate", globals(), group)]
+    read_rows(rows, Reading(draft, flat(file.tables), folder=file.path.parent))
 
 
 def read_fsdp(file: ConfigFile, draft: Draft) -> None:
@@ -48,9 +46,9 @@ def read_fsdp(file: ConfigFile, draft: Draft) -> None:
 def read_training(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from training arguments; a DeepSpeed JSON of the same folder that they name is read too."""
     draft.assume("run.accumulation", 1, "transformers' default")
-    named = Row(_STAGE, read=partial(_read_named, file=file, key="deepspeed"))
-    reading = Reading(draft, flat(file.tables), default="transformers' default: max_grad_norm 1")
-    read_rows((*TRAINING_ROWS, named, *rows_of("accelerate", globals(), "training_last")), reading)
+    default = "transformers' default: max_grad_norm 1"
+    reading = Reading(draft, flat(file.tables), default=default, folder=file.path.parent)
+    read_rows(rows_of("accelerate", globals(), "training"), reading)
 
 
 def read_deepspeed(file: ConfigFile, draft: Draft) -> None:
@@ -64,7 +62,7 @@ def read_deepspeed(file: ConfigFile, draft: Draft) -> None:
             raise JobError(f"{name} must be a table, as {example}, got {file.tables[name]!r:.80}")
     settings = flat(file.tables)
     stated = {key: value for key, value in settings.items() if value != "auto"}
-    read_rows(DEEPSPEED_ROWS, Reading(draft, stated, default="DeepSpeed's default"))
+    read_rows(rows_of("accelerate", globals(), "deepspeed"), Reading(draft, stated, default="DeepSpeed's default"))
     for name in settings:
         if name not in stated:
             draft.ignore(f"{name} auto: left to other configurations")
@@ -75,7 +73,7 @@ def write(job: Job) -> ConfigText:
     view = JobView(job)
     view.put(compute_environment="LOCAL_MACHINE", num_machines=view["cluster.nodes"])
     view.put(num_processes=job.cluster.num_devices, gradient_accumulation_steps=job.num_micro_batches)
-    view.write(ROWS)
+    view.write(rows_of("accelerate", globals()))
     note = "the model's sizes stand in its config.json, the micro-batch in the training arguments"
     return view.text(yaml_text(view.tables()), ".yaml", note, sections=_TRAINING_SECTIONS)
 
@@ -83,7 +81,7 @@ def write(job: Job) -> ConfigText:
 def write_deepspeed(job: Job) -> ConfigText:
     """Write how a job is trained as DeepSpeed's JSON."""
     view = JobView(job)
-    view.write(DEEPSPEED_ROWS)
+    view.write(rows_of("accelerate", globals(), "deepspeed"))
     text = json.dumps(view.tables(), indent=2) + "\n"
     notes = ["the model's sizes stand in its config.json: write huggingface too"]
     if job.parallel.recompute == "full" and job.parallel.recompute_every == 1:
@@ -133,11 +131,10 @@ def _write_way(view: JobView) -> None:
     view.refuse("parallel.dp_shard", parallel.dp_shard and not hybrid)
 
 
-def _read_deepspeed_way(reading: Reading, file: ConfigFile) -> None:
-    named = "deepspeed_config.deepspeed_config_file"
-    _read_named(reading, file, named)
+def _read_deepspeed_way(reading: Reading) -> None:
+    _read_named(reading)
     reading.find("distributed_type")
-    if reading.copy(_STAGE, "deepspeed_config.zero_stage") is None and not reading.word(named):
+    if reading.copy(_STAGE, "deepspeed_config.zero_stage") is None and not reading.word(*reading.names):
         reading.assume(_STAGE, 2, "Accelerate's default with DeepSpeed")
 
 
@@ -166,14 +163,14 @@ def _read_fsdp(reading: Reading) -> None:
             reading.map("parallel.reshard_after_forward", reshard == "TRUE", names[1])
 
 
-def _read_named(reading: Reading, file: ConfigFile, key: str) -> None:
+def _read_named(reading: Reading) -> None:
     """Read the DeepSpeed JSON that a file names, where it is named or beside the file."""
-    named, folder = reading.word(key), file.path.parent
+    named, folder = reading.word(*reading.names), reading.folder
     path = next((path for path in (folder / named, folder / Path(named).name) if path.is_file()), None)
     if path is not None:
         read_deepspeed(ConfigFile.open(path), reading.draft)
     elif named:
-        reading.ignore(f"{key} {named}: not found beside the file; name it too")
+        reading.ignore(f"{reading.names[0]} {named}: not found beside the file; name it too")
 
 
 def _read_replicas(reading: Reading) -> None:
@@ -195,21 +192,17 @@ def _read_accumulation(reading: Reading) -> None:
             reading.map("run.replicas", total // (micro * steps), names[0])
 
 
-def _read_halves(reading: Reading, neither: str = "") -> None:
+def _read_halves(reading: Reading) -> None:
     names = {name: "fp16" if "fp16" in name else "bf16" for name in reading.names if reading.flag(name)}
     if len(set(names.values())) > 1:
         raise JobError(f"only one of {' and '.join(names)} must be true, got both")
     for name, precision in [*names.items()][:1]:
         reading.map("batch.precision", precision, name)
-    if not names and neither and reading.find(*reading.names):
-        reading.map("batch.precision", neither)
+    if not names and "fp16.enabled" in reading.names and reading.find(*reading.names):  # DeepSpeed has no other one
+        reading.map("batch.precision", "fp32")
 
 
-def _read_enabled(reading: Reading) -> None:
-    _read_halves(reading, "fp32")
-
-
-def _write_enabled(view: JobView) -> None:
+def _write_halves(view: JobView) -> None:
     precision = view["batch.precision"]
     view.put(bf16={"enabled": precision in ("bf16", "fp8")}, fp16={"enabled": precision == "fp16"})
     view.refuse("batch.precision", precision not in ("bf16", "fp16", "fp32"))
@@ -240,6 +233,3 @@ def _write_zero(view: JobView) -> None:
 
 
 _DEGREE = (lambda degree: int(degree) if degree > 1 else None, lambda degree: degree)
-ROWS = rows_of("accelerate", globals())
-TRAINING_ROWS = rows_of("accelerate", globals(), "training")
-DEEPSPEED_ROWS = rows_of("accelerate", globals(), "deepspeed")

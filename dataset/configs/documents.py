@@ -7,14 +7,12 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.base.bounded import read_text, read_toml, reason
-from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.base.files import parse_json
+from stepsight.dataset.base.files import parse_json, preset
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import SECTIONS
 
@@ -25,10 +23,9 @@ _BRACKETS = re.compile(r"[\[\]{}]")
 _EXPONENT = re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
 
 
-@cached(1)
 def facts() -> Mapping[str, Any]:
     """What frameworks' configurations leave to the frameworks' code (``presets/configs.toml``)."""
-    return tomllib.loads(resources.files("stepsight.dataset").joinpath("presets/configs.toml").read_text("utf-8"))
+    return preset("configs.toml")  # type: ignore[no-any-return]
 
 
 def read_source(path: Path) -> str:
@@ -112,10 +109,7 @@ def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested tables as one, its keys joined by dots."""
     found: dict[str, Any] = {}
     for key, value in tables.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return found
 
 

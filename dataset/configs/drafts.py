@@ -155,6 +155,7 @@ class Reading:
         default: Why a value is assumed that the configuration leaves to the framework.
         defaults: The framework's values of settings that the configuration does not state.
         names: Settings of the row that is read.
+        folder: Of the configuration.
     """
 
     draft: Draft
@@ -163,6 +164,7 @@ class Reading:
     default: str = "default"
     defaults: Mapping[str, Any] | None = None
     names: tuple[str, ...] = ()
+    folder: Path = Path()
 
     def __post_init__(self) -> None:
         draft = self.draft

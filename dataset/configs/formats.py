@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import combinations
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,7 @@ class ConfigFormat:
     families: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        takes = {"fits": ("file",), "read": ("file", "draft"), "write": ("job",)}
-        for name, arguments in takes.items():
+        for name, arguments in {"fits": ("file",), "read": ("file", "draft"), "write": ("job",)}.items():
             if getattr(self, name) is not None:
                 check_takes(f"{name} of a configuration format", getattr(self, name), arguments, JobError)
         if (self.fits is None) != (self.read is None) or (self.read is None and self.write is None):
@@ -112,10 +112,6 @@ def _with(*alternatives: str) -> Callable[[ConfigFile], bool]:
     return lambda file: any(all(has(file.tables, place) for place in one.split()) for one in alternatives)
 
 
-def _is_script(file: ConfigFile) -> bool:
-    return not file.has_tables and file.path.suffix != ".py"
-
-
 def _read_job(file: ConfigFile, draft: Draft) -> None:
     """Map all keys that a job file states."""
     job = Job.from_file(file.path)
@@ -142,7 +138,7 @@ CONFIG_FORMATS: Registry[ConfigFormat] = Registry(
         "job": ConfigFormat(_with("cluster. model. !model.flavor"), _read_job),
         "dlrm": ConfigFormat(recommendation.has_flags, recommendation.read_flags),
         "hugectr": ConfigFormat(_with("solver. layers"), recommendation.read_hugectr),
-        "megatron": ConfigFormat(_is_script, words.read_words, write_megatron, _TRANSFORMERS),
+        "megatron": ConfigFormat(recommendation.is_words, words.read_words, write_megatron, _TRANSFORMERS),
         "megatron-script": ConfigFormat(write=partial(write_megatron, script=True), families=_TRANSFORMERS),
         "megatron-arguments": ConfigFormat(_with("MODEL_ARGS."), words.read_arguments),
         "megatron-yaml": ConfigFormat(_with("language_model."), words.read_yaml),
@@ -208,16 +204,15 @@ class ConfigJob:
     @property
     def mapped(self) -> dict[str, Any]:
         """Values that a configuration states, by key of the job (``model.layers``)."""
-        return {key: self._value(key) for key in self.sources}
+        return self._values(self.sources)
 
     @property
     def assumed(self) -> dict[str, Any]:
         """Values that no configuration states, by key of the job."""
-        return {key: self._value(key) for key in self.reasons}
+        return self._values(self.reasons)
 
-    def _value(self, key: str) -> Any:
-        section, _, name = key.partition(".")
-        return self.tables[section][name] if name else self.tables[section]
+    def _values(self, keys: Iterable[str]) -> dict[str, Any]:
+        return {key: reduce(getitem, key.split("."), self.tables) for key in keys}
 
     @property
     def job(self) -> Job:
@@ -323,11 +318,16 @@ def _fill_cluster(draft: Draft, given: Given) -> None:
     per_node, stated = _positive(draft.get("cluster.devices_per_node")), draft.get("cluster.nodes")
     others = draft.degree("tp") * draft.degree("cp") * draft.degree("pp")
     least, reason = _least_devices(draft, others)
+    total, micro = draft.get("batch.global_batch"), _positive(draft.get("batch.micro_batch", 1))
     replicas = draft.get("run.replicas", 0)  # that the batch implies
     devices = draft.get("run.devices") or replicas * others or (stated * per_node if isinstance(stated, int) else 0)
-    held = bool(devices) and devices % least == 0
-    because = ""
-    if held and devices >= least and _shares_batch(draft, devices // others):
+    held, because = bool(devices) and devices % least == 0, ""
+
+    def shares(count: int) -> bool:
+        """Whether the replicas of so many devices share the stated global batch evenly."""
+        return not isinstance(total, int) or total % max(1, count // others * micro) == 0
+
+    if held and devices >= least and shares(devices):
         wanted, reason = devices, f"the run has {devices} devices"
         because = "run.devices" if draft.get("run.devices") else "run.replicas"
     elif draft.get("parallel.dp") is not None:
@@ -335,7 +335,7 @@ def _fill_cluster(draft: Draft, given: Given) -> None:
     else:
         most = devices if held else math.lcm(least, per_node)
         counts = [*range(most, max(0, most - least * _MOST_TRIED), -least), least]
-        wanted = next(n for n in counts if n == least or (n % least == 0 and _shares_batch(draft, n // others)))
+        wanted = next(n for n in counts if n == least or (n % least == 0 and shares(n)))
         can = "share the global batch" if held else f"hold {reason}"
         reason = f"{devices} devices cannot {can}" if devices else f"{reason} in whole nodes"
     if stated is not None and stated * per_node == wanted:
@@ -349,12 +349,6 @@ def _fill_cluster(draft: Draft, given: Given) -> None:
         draft.assume("cluster.devices_per_node", per_node, reason, because)
     draft.drop("cluster.nodes")
     draft.assume("cluster.nodes", wanted // per_node, reason, because)
-
-
-def _shares_batch(draft: Draft, replicas: int) -> bool:
-    """Whether replicas share the stated global batch evenly."""
-    total, micro = draft.get("batch.global_batch"), _positive(draft.get("batch.micro_batch", 1))
-    return not isinstance(total, int) or total % max(1, replicas * micro) == 0
 
 
 def _positive(value: object) -> int:

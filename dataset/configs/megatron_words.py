@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError
@@ -203,12 +203,14 @@ def read_nemo(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from a configuration."""
     everything = flat(file.tables)
     found: list[tuple[str, str, Any]] = []
-    for key, stated in everything.items():
-        value = _resolved(key, stated, everything)
-        if value is not None and value != "???":
+    for key, value in everything.items():
+        for _ in range(5):  # a value may refer to another one, as ${model.encoder_seq_length}
+            named = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+            if named is not None:
+                value = everything.get(key.rpartition(".")[0] + named[1] if named[1].startswith(".") else named[1])
+        if value is not None and value != "???" and "${" not in (value if isinstance(value, str) else ""):
             found.append((key, *_nemo_setting(key, value)))
-    names = {name for _, name, _ in found}
-    if "num_query_groups" in names:
+    if "num_query_groups" in (name for _, name, _ in found):
         found.append(("model.num_query_groups", "group_query_attention", True))
     draft.framework = "nemo"
     read_megatron(_reading(draft, found), _NEMO_FIRST, _NEMO_LAST)
@@ -259,15 +261,3 @@ def _read_nemo_attention(reading: Reading) -> None:
 
 _NEMO_FIRST = (Row("model.family", read=_read_nemo_first),)
 _NEMO_LAST = (Row("model.fused_attention", read=_read_nemo_attention),)
-
-
-def _resolved(key: str, value: Any, everything: Mapping[str, Any]) -> Any:
-    """Resolve a value that refers to another one, as ``${model.encoder_seq_length}``."""
-    for _ in range(5):
-        found = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
-        if found is None:
-            return value if not (isinstance(value, str) and "${" in value) else None
-        name = found[1]
-        name = key.rpartition(".")[0] + name if name.startswith(".") else name
-        value = everything.get(name)
-    return None

@@ -24,11 +24,14 @@ _SPARSE = {"adagrad": "rowwise-adagrad", "rwsadagrad": "rowwise-adagrad", "sgd":
 _FLAG = re.compile(r"(?<![\w-])--([A-Za-z][\w-]*)(?:[=\s]+\"?'?([^\s\"'\\-][^\s\"'\\]*))?")
 
 
+def is_words(file: ConfigFile) -> bool:
+    """Whether a file is a script or a file of arguments."""
+    return not file.has_tables and file.path.suffix != ".py"
+
+
 def has_flags(file: ConfigFile) -> bool:
     """Whether a script or a file of arguments has the flags of a DLRM."""
-    if file.has_tables or file.path.suffix == ".py":
-        return False
-    text = read_source(file.path).replace("-", "_")
+    text = read_source(file.path).replace("-", "_") if is_words(file) else ""
     return any(f"__{rows}" in text for rows in _FLAGS["rows"])
 
 
@@ -95,11 +98,9 @@ def _read_batch(draft: Draft, flags: Mapping[str, str]) -> None:
 def _fill(draft: Draft, model: Mapping[str, Any], words: Mapping[str, str]) -> None:
     """Set the keys of a model: stated ones with their words, others as a ``dlrm`` has them."""
     for key, value in recommendation_model(model).items():
-        if key in words:
-            draft.map(f"model.{key}", list(value) if isinstance(value, tuple) else value, words[key])
-        else:
-            reason = "of a recommendation model" if key not in TABLE_FIELDS else "no configuration states it"
-            draft.assume(f"model.{key}", list(value) if isinstance(value, tuple) else value, reason)
+        reason = "of a recommendation model" if key not in TABLE_FIELDS else "no configuration states it"
+        record = draft.map if key in words else draft.assume
+        record(f"model.{key}", list(value) if isinstance(value, tuple) else value, words.get(key, reason))
 
 
 def read_hugectr(file: ConfigFile, draft: Draft) -> None:

@@ -12,7 +12,7 @@ import ast
 import copy
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,12 +26,7 @@ from stepsight.dataset.job.job import ModelSpec
 _SUFFIXES = ("_flex_attn", "_varlen_attn", "_flex", "_varlen", "_irope")  # of flavors that differ in attention alone
 MOST_DEPTH = 20  # of functions that build on each other
 _CALLED = "_called"  # key of a call's name in the table of its keyword arguments
-_ACTIONS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-}
+_ACTIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
 _NO_ATTENTION = re.compile("DeltaNet|Mamba|LinearAttention").search  # in names of a model's parts
 
 
@@ -40,9 +35,7 @@ def flavors() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
     """Sizes of torchtitan's models by name and flavor, as keys of a job's model."""
     return {
         name: {
-            flavor: {"family": "llama", **table.get("all", {}), **sizes}
-            for flavor, sizes in table.items()
-            if flavor != "all"
+            flavor: {"family": "llama", **table.get("all", {}), **table[flavor]} for flavor in table if flavor != "all"
         }
         for name, table in facts()["torchtitan"].items()
     }
@@ -59,13 +52,11 @@ def flavor_sizes(name: str, flavor: str) -> dict[str, Any] | None:
 
 def flavor_of(model: ModelSpec) -> tuple[str, str] | None:
     """Name and flavor whose sizes a model has; its vocabulary may be padded."""
-    for name, table in flavors().items():
-        for flavor, sizes in table.items():
-            exact = {"experts": 0, "attention": "mha", "tied_embeddings": False, **sizes, "gated_mlp": True}
-            vocab = exact.pop("vocab")
-            same = all(getattr(model, key) == value for key, value in exact.items())
-            if same and 0 <= model.vocab - vocab < 1024:
-                return name, flavor
+    for name, flavor, sizes in ((name, *one) for name, table in flavors().items() for one in table.items()):
+        exact = {"experts": 0, "attention": "mha", "tied_embeddings": False, **sizes, "gated_mlp": True}
+        vocab = exact.pop("vocab")
+        if 0 <= model.vocab - vocab < 1024 and all(getattr(model, key) == value for key, value in exact.items()):
+            return name, flavor
     return None
 
 
@@ -76,11 +67,8 @@ def registry_settings(file: ConfigFile, draft: Draft) -> dict[str, Any]:
         JobError: If there is more than one and none is picked, or it states no known model.
     """
     evaluation, pick = _Evaluation(read_python(file.path)), file.given.pick
-    names = [
-        name
-        for name, node in evaluation.functions.items()
-        if name[0] != "_" and node.returns and "Trainer.Config" in ast.unparse(node.returns)
-    ]
+    public = {name: node.returns for name, node in evaluation.functions.items() if name[0] != "_" and node.returns}
+    names = [name for name, returns in public.items() if "Trainer.Config" in ast.unparse(returns)]
     if pick not in names and (pick or len(names) != 1):
         got = f", got {pick!r:.80}" if pick else ""
         raise JobError(f"a registry holds several configurations: pick one of {', '.join(names)}{got}")

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from stepsight.dataset.base.caching import cached, hashed_once
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.job.specs import PROJECTIONS, PURE, QUANTIZED, REENTRANT, BatchSpec, OptimizerSpec
+from stepsight.dataset.job.specs import PROJECTIONS, PURE, QUANTIZED, REENTRANT
 
 T = TypeVar("T")
 COMPUTE_DTYPE: Mapping[str, str] = MappingProxyType(
@@ -192,55 +192,35 @@ def default_engine(precision: str) -> str:
     return "eager-pytorch" if COMPUTE_DTYPE[precision] == "fp32" or precision in PURE else "megatron"
 
 
-def semantics_of(job: Job, device_kind: str = "gpu") -> ExecutionSemantics:
-    """The semantics of a job on devices of a kind (``cpu`` or another, as in ``Hardware.kind``).
-
-    On CPUs the runtime that is not stated is PyTorch's own, and gradients of a pipeline's replicas without ZeRO are
-    reduced when the schedule is over: so does the harness.
-    """
-    m, p, on_cpu = job.model, job.parallel, device_kind == "cpu"
-    where = job.execution.engine, job.execution.checkpoint, on_cpu
-    habits = m.eager_kernels, m.norms_again, m.token_metrics
-    unsummed = on_cpu and p.pp > 1 and p.zero_stage == 0  # until the end of the schedule
-    # Their type, whether they are scattered, whether a rank has whole ones, whether they travel while backward runs.
-    gradients = p.gradient_dtype, p.reduce_scatter, p.zero_stage < 3, p.overlap_grad_reduce and not unsummed
-    traffic = p.overlap_tp, p.overlap_param_gather, p.prefetch, p.reshard_after_forward, p.bucket_mbytes, p.runtime
-    return _semantics(where, habits, gradients, (*traffic, p.zero_by_rank), job.batch, job.optimizer)
-
-
 @cached(4096)
 def _shared(value: T) -> T:
     """The first of equal semantics: they are keys many times, hashed once and compared by identity."""
     return value
 
 
-@cached(1024)
-def _semantics(
-    where: tuple[str, str, bool],
-    habits: tuple[bool, bool, bool],
-    gradients: tuple[str, bool, bool, bool],
-    traffic: tuple[str, bool, int, bool, float, str, bool],
-    batch: BatchSpec,
-    optimizer: OptimizerSpec,
-) -> ExecutionSemantics:
-    """Semantics shared by all strategies with the same relevant values, which ``semantics_of`` names."""
-    (engine, checkpoint, on_cpu), precision = where, batch.precision
-    semantics = ENGINE_SEMANTICS[engine or default_engine(precision)]
+def semantics_of(job: Job, device_kind: str = "gpu") -> ExecutionSemantics:
+    """The semantics of a job on devices of a kind (``cpu`` or another, as in ``Hardware.kind``).
+
+    On CPUs the runtime that is not stated is PyTorch's own, and gradients of a pipeline's replicas without ZeRO are
+    reduced when the schedule is over: so does the harness.
+    """
+    m, p, batch, on_cpu = job.model, job.parallel, job.batch, device_kind == "cpu"
+    precision, stated, checkpoint = batch.precision, p.gradient_dtype, job.execution.checkpoint
+    semantics = ENGINE_SEMANTICS[job.execution.engine or default_engine(precision)]
     kernels, states, main = semantics.kernels, semantics.states, PURE.get(precision, "fp32")
-    separate, norms_again, metrics = habits
-    stated, scatters, whole, overlapped = gradients
     if checkpoint:
         repeats = checkpoint == REENTRANT
         kernels = replace(kernels, whole_layers_again=repeats, last_product_again=repeats)
         kernels = replace(kernels, keeps_projections=checkpoint == PROJECTIONS)
     modules = kernels.accumulation == "autograd"  # these are measured as a whole, as their autograd is
+    whole = p.zero_stage < 3  # a rank has whole gradients
     sums = {"": "product", "fp32-cast": "cast", "model-fused": "read"}.get(stated if whole else "", "buffer")
     kernels = replace(
         kernels,
         main_dtype=main,
-        separate_kernels=separate and not modules,
-        norms_again=norms_again and not modules,
-        token_metrics=metrics,
+        separate_kernels=m.eager_kernels and not modules,
+        norms_again=m.norms_again and not modules,
+        token_metrics=m.token_metrics,
         accumulation=kernels.accumulation if modules else sums,
         casts_parameters=kernels.casts_parameters and COMPUTE_DTYPE[precision] != main,
         fp8_dynamic=precision == "fp8" and batch.fp8_scaling in ("dynamic", "rowwise"),
@@ -254,22 +234,22 @@ def _semantics(
         gradient_dtype=COMPUTE_DTYPE[precision] if in_model else main,
         scales_loss=scales,
         main_gradients=scales and states.main_copy,
-        scatters_sums=scatters,
+        scatters_sums=p.reduce_scatter,
         narrow_parameters=states.main_copy and batch.fp8_parameters and precision in QUANTIZED,
     )
-    overlap_tp, parameters, prefetch, reshard, bucket_mbytes, runtime, by_rank = traffic
+    unsummed = on_cpu and p.pp > 1 and p.zero_stage == 0  # until the end of the schedule
     overlap = OverlapSemantics(
-        tensor_parallel=overlap_tp,
-        gradients=overlapped,
-        parameters=parameters,
-        prefetch=prefetch,
-        reshard=reshard,
-        bucket_bytes=bucket_mbytes * 2**20,
-        runtime=runtime or ("torch" if on_cpu else "asynchronous"),
-        reads_norm=optimizer.clip_grad_norm,
+        tensor_parallel=p.overlap_tp,
+        gradients=p.overlap_grad_reduce and not unsummed,
+        parameters=p.overlap_param_gather,
+        prefetch=p.prefetch,
+        reshard=p.reshard_after_forward,
+        bucket_bytes=p.bucket_mbytes * 2**20,
+        runtime=p.runtime or ("torch" if on_cpu else "asynchronous"),
+        reads_norm=job.optimizer.clip_grad_norm,
         gathers_lists=semantics.overlap.gathers_lists,
-        by_rank=by_rank,
+        by_rank=p.zero_by_rank,
     )
-    step = "host" if optimizer.offload else "fused" if optimizer.fused else "foreach"
+    step = "host" if job.optimizer.offload else "fused" if job.optimizer.fused else "foreach"
     kernels, states, overlap = _shared(kernels), _shared(states), _shared(overlap)
     return _shared(ExecutionSemantics(kernels=kernels, states=states, overlap=overlap, optimizer=step))

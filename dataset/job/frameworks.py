@@ -109,17 +109,19 @@ class Framework:
         for key, allowed in {**{key: choices[key] for key in stated}, **own}.items():
             value = getattr(self, key)
             for word in value if isinstance(value, tuple) else (value,):
-                self._require(word in allowed, f"{key} must be one of {', '.join(allowed)}, got {word!r:.80}")
-        month = not self.until or re.fullmatch(_MONTH, self.until) is not None
-        self._require(month, f"until must be a month as 2021-11, got {self.until!r:.80}")
-        self._require(0 < self.loss_share <= 1, f"loss_share must lie in (0, 1], got {self.loss_share}")
-        self._require(self.mean_tokens >= 0, f"mean_tokens must be >= 0, got {self.mean_tokens}")
-        self._require(self.vocab_multiple >= 1, f"vocab_multiple must be >= 1, got {self.vocab_multiple}")
-        self._require(self.bucket_mbytes > 0, f"bucket_mbytes must be > 0, got {self.bucket_mbytes}")
-
-    def _require(self, holds: bool, rule: str) -> None:
-        if not holds:
-            raise JobError(f"framework {self.name}: {rule}")
+                if word not in allowed:
+                    raise JobError(
+                        f"framework {self.name}: {key} must be one of {', '.join(allowed)}, got {word!r:.80}"
+                    )
+        for key, holds, rule in (
+            ("until", not self.until or re.fullmatch(_MONTH, self.until), "be a month as 2021-11"),
+            ("loss_share", 0 < self.loss_share <= 1, "lie in (0, 1]"),
+            ("mean_tokens", self.mean_tokens >= 0, "be >= 0"),
+            ("vocab_multiple", self.vocab_multiple >= 1, "be >= 1"),
+            ("bucket_mbytes", self.bucket_mbytes > 0, "be > 0"),
+        ):
+            if not holds:
+                raise JobError(f"framework {self.name}: {key} must {rule}, got {getattr(self, key)!r:.80}")
 
     @property
     def fused_attention(self) -> bool:
@@ -195,14 +197,11 @@ GENERIC = Framework(name="generic", source="PyTorch's own defaults: what a run o
 
 def framework_from_dict(name: str, table: dict[str, Any]) -> Framework:
     """A profile from a preset's table."""
-    known = {field.name for field in fields(Framework)} - {"name"}
-    unknown = set(table) - known
-    if unknown:
-        raise JobError(
-            f"framework {name} has unknown keys {', '.join(sorted(unknown))} (known: {', '.join(sorted(known))})"
-        )
-    for key, default in ((field.name, field.default) for field in fields(Framework) if field.name in table):
-        value = table[key]
+    known = {field.name: field.default for field in fields(Framework) if field.name != "name"}
+    if unknown := sorted(set(table) - set(known)):
+        raise JobError(f"framework {name} has unknown keys {', '.join(unknown)} (known: {', '.join(sorted(known))})")
+    for key, value in table.items():
+        default = known[key]
         if isinstance(default, tuple):
             right = isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
         else:
@@ -213,14 +212,17 @@ def framework_from_dict(name: str, table: dict[str, Any]) -> Framework:
     return Framework(**{"name": name, **table, **lists})
 
 
-def _presets() -> dict[str, Framework]:
-    found = {name: framework_from_dict(name, table) for name, table in preset("frameworks.toml").items()}
-    return {**found, GENERIC.name: GENERIC}
-
-
 FRAMEWORKS: Registry[Framework] = Registry(
-    "framework", _presets, group="stepsight.frameworks", check=instance_of(Framework), more="a .json or .toml file"
+    "framework",
+    lambda: {**_profiles(preset("frameworks.toml")), GENERIC.name: GENERIC},
+    group="stepsight.frameworks",
+    check=instance_of(Framework),
+    more="a .json or .toml file",
 )
+
+
+def _profiles(tables: Mapping[str, dict[str, Any]]) -> dict[str, Framework]:
+    return {name: framework_from_dict(name, table) for name, table in tables.items()}
 
 
 def find_framework(text: str, container: str = "", date: str = "") -> Framework:
@@ -271,7 +273,7 @@ def _by_words(text: str, version: int) -> tuple[Framework | None, str]:
 def _read_profile(path: str, version: tuple[int, int]) -> Framework:
     """The profile in a file; ``version`` makes the cache read a changed file again."""
     try:
-        profiles = {name: framework_from_dict(name, table) for name, table in read_facts(path).items()}
+        profiles = _profiles(read_facts(path))
     except JobError as error:
         raise JobError(f"{path}: {error}") from None
     return only_one(profiles, "profile", path)
@@ -279,13 +281,9 @@ def _read_profile(path: str, version: tuple[int, int]) -> Framework:
 
 def unknown_frameworks(names: Iterable[str]) -> str:
     """A warning about runs whose framework no profile knows; empty if there are none."""
-    unknown = [name for name in names if name not in ("", GENERIC.name) and framework_in(name) is GENERIC]
-    if not unknown:
-        return ""
-    return (
-        f"no profile knows framework {', '.join(f'{name!r:.80}' for name in unknown)}: {GENERIC.name}, PyTorch's own "
-        f"defaults, is taken (known: {', '.join(FRAMEWORKS.names())})"
-    )
+    unknown = [f"{name!r:.80}" for name in names if name not in ("", GENERIC.name) and framework_in(name) is GENERIC]
+    rest = f"{GENERIC.name}, PyTorch's own defaults, is taken (known: {', '.join(FRAMEWORKS.names())})"
+    return f"no profile knows framework {', '.join(unknown)}: {rest}" if unknown else ""
 
 
 LIBRARIES = ("cuda", "cublas", "nccl")
@@ -320,16 +318,12 @@ def software_problems(stated: dict[str, str]) -> list[str]:
         for name in LIBRARIES
         if stated[name] and not re.fullmatch(_VERSION, stated[name])
     ]
-    if stated["date"] and not _is_date(stated["date"]):
-        problems.append(f"date must be a year, a month or a day, as 2024-07, got {stated['date']!r:.80}")
+    date, right = stated["date"], False
+    with suppress(ValueError):  # no such day
+        right = not date or bool(re.fullmatch(_DATE, date) and datetime.date.fromisoformat(f"{date}-01-01"[:10]))
+    if not right:
+        problems.append(f"date must be a year, a month or a day, as 2024-07, got {date!r:.80}")
     return problems
-
-
-def _is_date(text: str) -> bool:
-    """Whether a text is a year, a month or a day of this century that there is."""
-    with suppress(ValueError):
-        return re.fullmatch(_DATE, text) is not None and bool(datetime.date.fromisoformat(f"{text}-01-01"[:10]))
-    return False
 
 
 def plain_version(text: str) -> str:

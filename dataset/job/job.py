@@ -74,11 +74,11 @@ class Job(JobTables):
 
     def __post_init__(self) -> None:
         wrong = [name for name, spec in SECTIONS.items() if not isinstance(getattr(self, name), spec)]
-        if wrong:
-            specs = ((name, SECTIONS[name].__name__, getattr(self, name)) for name in wrong)
-            texts = (f"a job's {name} must be a {spec}, got {value!r:.80}" for name, spec, value in specs)
-            raise JobError(Rules(texts).text())
-        problems = Rules(problem for name in SECTIONS for problem in type_problems(name, getattr(self, name)))
+        problems = Rules(
+            f"a job's {name} must be a {SECTIONS[name].__name__}, got {getattr(self, name)!r:.80}" for name in wrong
+        )
+        for name in SECTIONS if not wrong else ():
+            problems += type_problems(name, getattr(self, name))
         if not isinstance(self.framework, str) or not self.framework.isprintable():
             problems.append(f"framework must be a printable string, got {self.framework!a:.80}")
         if problems:
@@ -87,8 +87,7 @@ class Job(JobTables):
             _ = self.profile
         for name, table in _filled(self).items():
             object.__setattr__(self, name, table)
-        problems = broken_rules(self)
-        if problems:
+        if problems := broken_rules(self):
             raise JobError(problems.text())
 
     def __hash__(self) -> int:
@@ -160,21 +159,16 @@ class Job(JobTables):
     @property
     def name(self) -> str:
         """Short name for tables: ``gpt-8L-512h tp2 pp4-1f1b dp1 mb4x2``, ``dlrm-4T-128h dp8 mb512x1, 4 table-wise``."""
-        p, b = self.parallel, self.batch
+        p, batch = self.parallel, f"mb{self.batch.micro_batch}x{self.num_micro_batches}"
         if self.model.tables:
             places = placements_of(self.model.tables, self.sharding, self.table_ranks)
-            return f"{self.model_name} dp{p.dp} mb{b.micro_batch}x{self.num_micro_batches}, {placement_words(places)}"
+            return f"{self.model_name} dp{p.dp} {batch}, {placement_words(places)}"
         chunks = f"x{p.virtual_stages}" if p.virtual_stages > 1 else ""
-        words = [
-            self.model_name,
-            f"tp{p.tp}{'sp' if p.sequence_parallel else ''}",
-            *([f"cp{p.cp}"] if p.cp > 1 else []),
-            f"pp{p.pp}" + (f"-{Path(p.schedule).stem}{chunks}" if p.pp > 1 else ""),
-            *([f"ep{p.ep}"] if p.ep > 1 else []),
-            f"dp{p.dp}" + (f"z{p.zero_stage}" if p.zero_stage else ""),
-            f"mb{b.micro_batch}x{self.num_micro_batches}",
-        ]
-        return " ".join(words)
+        words = [self.model_name, f"tp{p.tp}{'sp' if p.sequence_parallel else ''}"]
+        words += [f"cp{p.cp}"] if p.cp > 1 else []
+        words += [f"pp{p.pp}" + (f"-{Path(p.schedule).stem}{chunks}" if p.pp > 1 else "")]
+        words += [f"ep{p.ep}"] if p.ep > 1 else []
+        return " ".join([*words, f"dp{p.dp}" + (f"z{p.zero_stage}" if p.zero_stage else ""), batch])
 
     def __repr__(self) -> str:
         return f"Job({self.name} on {self.cluster.num_devices} x {self.hardware_name})"
@@ -318,19 +312,22 @@ def _with(tables: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]
     return changed
 
 
+_PATHS: dict[str, dict[str, tuple[str, ...]]] = {
+    "parallel": {"schedule": (".csv",)},
+    "sharding": {"plan": (".json",)},
+    "model": {"tables": (".csv", ".toml", ".json")},
+    "cluster": {"hardware": SUFFIXES, "fabric": SUFFIXES},
+}
+
+
 def _resolve_paths(tables: dict[str, Any], folder: Path) -> None:
     """Make paths in the tables of a job file relative to where the reader is, not to the job file."""
-    parallel, cluster = (tables.get(name) for name in ("parallel", "cluster"))
-    places: list[tuple[Any, str, tuple[str, ...]]] = [
-        (tables, "framework", SUFFIXES),
-        (parallel, "schedule", (".csv",)),
-        (tables.get("sharding"), "plan", (".json",)),
-        (tables.get("model"), "tables", (".csv", ".toml", ".json")),
-    ]
-    places += [(cluster, "hardware", SUFFIXES), (cluster, "fabric", SUFFIXES)]
+    cluster = tables.get("cluster")
     mixed = cluster.get("mixed") if isinstance(cluster, dict) else None
-    places += [(other, "hardware", SUFFIXES) for other in (mixed if isinstance(mixed, list) else ())]
-    for table, key, suffixes in places:
+    places: list[tuple[Any, dict[str, tuple[str, ...]]]] = [(tables, {"framework": SUFFIXES})]
+    places += [(tables.get(name), keys) for name, keys in _PATHS.items()]
+    places += [(other, {"hardware": SUFFIXES}) for other in (mixed if isinstance(mixed, list) else ())]
+    for table, key, suffixes in ((table, *pair) for table, keys in places for pair in keys.items()):
         value = table.get(key) if isinstance(table, dict) else None
         if isinstance(value, str) and value.endswith(suffixes):
             table[key] = str(folder / value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.registry import Registry, did_you_mean
@@ -26,21 +27,15 @@ from stepsight.dataset.job.sharding_plans import check_sharding, check_tables
 MOST, MOST_LAYERS, MOST_DEVICES, MOST_ACTIONS, MOST_SLOWDOWN = 2**31, 10_000, 2**24, 2**20, 1000.0
 MOST_SIZE, MOST_EXPERTS = 2**24, 2**16  # of a model's dimensions
 MOST_ELEMENTS = 2**56  # of all parameters, and of an activation: with room for bytes and sums in 64 bits
-_POSITIVE = {
-    "model": ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "moe_every", "imbalance"),
-    "parallel": (
-        "tp", "cp", "pp", "ep", "dp", "virtual_stages", "bucket_mbytes", "recompute_every",
-    ),
-    "batch": ("micro_batch", "global_batch", "flushes"),
-    "cluster": ("nodes", "devices_per_node"),
-}  # fmt: skip
-_NOT_NEGATIVE = {
-    "model": (
-        "head_dim", "experts", "experts_per_token", "expert_ffn", "shared_experts", "dense_layers", "capacity_factor",
-        "encoder_layers", "encoder_seq_len", "patch_dim", "q_lora_rank", "kv_lora_rank", "rope_head_dim", "v_head_dim",
-    ),
-    "parallel": ("prefetch", "expert_tp", "dp_shard", "offload_layers"),
-}  # fmt: skip
+# Sizes that must be positive, and those that may be 0.
+_POSITIVE = """
+model.layers model.hidden model.heads model.kv_heads model.ffn model.vocab model.seq_len model.moe_every model.imbalance
+parallel.tp parallel.cp parallel.pp parallel.ep parallel.dp parallel.virtual_stages parallel.bucket_mbytes
+parallel.recompute_every batch.micro_batch batch.global_batch batch.flushes cluster.nodes cluster.devices_per_node"""
+_NOT_NEGATIVE = """
+model.head_dim model.experts model.experts_per_token model.expert_ffn model.shared_experts model.dense_layers
+model.capacity_factor model.encoder_layers model.encoder_seq_len model.patch_dim model.q_lora_rank model.kv_lora_rank
+model.rope_head_dim model.v_head_dim parallel.prefetch parallel.expert_tp parallel.dp_shard parallel.offload_layers"""
 _NO_DECODER = ("bert", "t5", "vit")
 MOST_METRICS = 16  # losses of a micro-batch for metrics
 
@@ -106,12 +101,11 @@ def broken_rules(job: JobTables) -> Rules:
 
 def _sizes(rules: Rules, job: JobTables) -> None:
     for names, least in ((_POSITIVE, "> 0"), (_NOT_NEGATIVE, ">= 0")):
-        for section, keys in names.items():
-            for key in keys:
-                value = getattr(getattr(job, section), key)
-                most = MOST_LAYERS if key.endswith("layers") else MOST_SIZE if section == "model" else MOST
-                low = value > 0 if least == "> 0" else value >= 0
-                rules.require(low and value <= most, f"{section}.{key} must be {least} and <= {most}, got {value}")
+        for key in names.split():
+            value = attrgetter(key)(job)
+            most = MOST_LAYERS if key.endswith("layers") else MOST_SIZE if key.startswith("model.") else MOST
+            low = value > 0 if least == "> 0" else value >= 0
+            rules.require(low and value <= most, f"{key} must be {least} and <= {most}, got {value}")
     devices = job.cluster.num_devices
     rules.require(devices <= MOST_DEVICES, f"nodes * devices_per_node must be <= {MOST_DEVICES}, got {devices}")
 
@@ -135,8 +129,7 @@ def _elements(rules: Rules, job: JobTables) -> None:
 def _choices(rules: Rules, job: JobTables) -> None:
     p = job.parallel
     for key, allowed in specs.CHOICES.items():
-        section, _, name = key.partition(".")
-        value = getattr(getattr(job, section), name)
+        value = attrgetter(key)(job)
         for word in value if isinstance(value, tuple) else (value,):
             if word not in allowed:
                 names: Iterable[object] = allowed.names() if isinstance(allowed, Registry) else allowed

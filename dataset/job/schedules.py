@@ -259,22 +259,14 @@ def looped_bfs(num_stages: int, num_micro_batches: int, virtual_stages: int = 1)
     return schedule
 
 
-def zb_h1(num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
+def zero_bubble(num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
     """Zero-bubble H1 (Qi et al. 2023, arXiv:2401.10241, section 3).
 
     1F1B with the backward split: a stage's weight gradients lag behind its input gradients by as many micro-batches as
     its warm-up is shorter than the first stage's.  So all stages keep as many micro-batches as 1F1B's first does, and
     the weight gradients that are left fill the end.
     """
-    return _zero_bubble(num_stages, num_micro_batches, 1, "zb-h1")
-
-
-def interleaved_zb(num_stages: int, num_micro_batches: int, virtual_stages: int) -> Schedule:
-    """Zero-bubble H1 over several chunks of a stage in rounds, as ``ScheduleInterleavedZeroBubble`` of torch."""
-    return _zero_bubble(num_stages, num_micro_batches, virtual_stages, "interleaved-zb")
-
-
-def _zero_bubble(num_stages: int, num_micro_batches: int, virtual_stages: int, name: str) -> Schedule:
+    name = "zb-h1" if virtual_stages == 1 else "interleaved-zb"
     total = num_micro_batches * virtual_stages
     in_round = _round(num_stages, num_micro_batches, virtual_stages, name)
     words = []
@@ -382,14 +374,15 @@ def _vee(words: list[bytes], num_micro_batches: int, name: str) -> Schedule:
     return Schedule(actions, num_micro_batches, v_placement(len(words)), name, overlapped)
 
 
+_INTERLEAVED = "Zero-bubble H1 over several chunks of a stage in rounds, as ``ScheduleInterleavedZeroBubble`` of torch."
 SCHEDULES: Registry[ScheduleKind] = Registry(
     "schedule",
     {
         "gpipe": ScheduleKind(gpipe),
         "1f1b": ScheduleKind(one_f_one_b, (1, MOST_VIRTUAL_STAGES)),  # more than one: interleaved
         "looped-bfs": ScheduleKind(looped_bfs, (1, MOST_VIRTUAL_STAGES)),
-        "zb-h1": ScheduleKind(zb_h1),
-        "interleaved-zb": ScheduleKind(interleaved_zb, (2, MOST_VIRTUAL_STAGES)),
+        "zb-h1": ScheduleKind(zero_bubble),
+        "interleaved-zb": ScheduleKind(zero_bubble, (2, MOST_VIRTUAL_STAGES), _INTERLEAVED),
         "zbv": ScheduleKind(zbv, (2, 2)),
         "dualpipev": ScheduleKind(dualpipev, (2, 2)),
     },

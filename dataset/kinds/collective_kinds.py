@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal, get_args
@@ -50,33 +50,28 @@ class CollectiveKind:
     test_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        passes, buffers = (isinstance(one, int | float) and abs(one) < inf for one in (self.passes, self.buffers))
-        sides = _maps(self.nccl_names, lambda side: side in get_args(Side))
-        rules = (
-            ("counts", _is_text(self.counts), "a line of text"),
-            ("passes", passes and self.passes > 0, "a finite number > 0"),
-            ("buffers", buffers and self.buffers >= 1, "a finite number >= 1"),
-            ("nccl_names", sides, "a table of In or Out by name"),
-            ("c10d_calls", _maps(self.c10d_calls, lambda at: type(at) is int and at >= 0), "a table of inputs by call"),
-            ("gloo_spans", _are_texts(self.gloo_spans), "a tuple of names"),
-            ("test_names", _are_texts(self.test_names), "a tuple of names"),
-        )
+        names, calls = self.nccl_names, self.c10d_calls
+        numbers = {
+            key: isinstance(getattr(self, key), int | float) and getattr(self, key) for key in ("passes", "buffers")
+        }
+        sides = isinstance(names, Mapping) and all(side in get_args(Side) for side in names.values())
+        places = isinstance(calls, Mapping) and all(type(at) is int and at >= 0 for at in calls.values())
+        rules = [
+            ("counts", _are_texts((self.counts,)), "a line of text"),
+            ("passes", 0 < numbers["passes"] < inf, "a finite number > 0"),
+            ("buffers", 1 <= numbers["buffers"] < inf, "a finite number >= 1"),
+            ("nccl_names", sides and _are_texts(tuple(names)), "a table of In or Out by name"),
+            ("c10d_calls", places and _are_texts(tuple(calls)), "a table of inputs by call"),
+            *((key, _are_texts(getattr(self, key)), "a tuple of names") for key in ("gloo_spans", "test_names")),
+        ]
         check_record(self, "collective kind", {"route": Route}, rules)
 
     def __repr__(self) -> str:
         return f"<CollectiveKind {self.name}>"
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value) and value.isprintable()
-
-
 def _are_texts(value: Any) -> bool:
-    return isinstance(value, tuple) and all(map(_is_text, value))
-
-
-def _maps(value: Any, is_right: Callable[[Any], bool]) -> bool:
-    return isinstance(value, Mapping) and all(_is_text(name) and is_right(of) for name, of in value.items())
+    return isinstance(value, tuple) and all(isinstance(text, str) and text and text.isprintable() for text in value)
 
 
 def _fields(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,8 +61,8 @@ def _sum(terms: str | Mapping[str, float], names: tuple[str, ...], number: type 
 
 def _kind(name: str, told: Mapping[str, Any]) -> OpKind:
     names = tuple(told["dims"].split())
-    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
-    del fields["dims"]
+    plain = {key: value for key, value in told.items() if key not in ("like", "dims")}
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in plain.items()}
     for key in {"flops", "elements", "units"} & set(told):
         fields[key] = _sum(told[key], names)
     for key in {"operands", "grid", "base_dims"} & set(told):
@@ -86,7 +86,7 @@ def _kinds() -> Iterator[OpKind]:
     """The kinds; ``like``: the fields of another one, but for its calls and its code."""
     found: dict[str, dict[str, Any]] = {}
     for name, told in preset("op_kinds.toml").items():
-        found[name] = {**found.get(told.pop("like", ""), {}), "calls": {}, "code": -1, **told}
+        found[name] = {**found.get(told.get("like", ""), {}), "calls": {}, "code": -1, **told}
         yield _kind(name, found[name])
 
 

@@ -19,7 +19,7 @@ from stepsight.dataset.configs import accelerate, huggingface, maxtext, megatron
 from stepsight.dataset.configs.documents import facts, flat
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
 from stepsight.dataset.configs.formats import format_of, read_configs, write_config
-from stepsight.dataset.configs.key_table import Row, read_rows
+from stepsight.dataset.configs.key_table import Row, read_rows, rows_of
 from tests.dataset.configs import test_published as published
 
 # Settings that the functions in a table ask for, besides the names in its rows.
@@ -96,9 +96,9 @@ ROWS = {
     "nanotron": (nanotron, nanotron.ROWS),
     "maxtext": (maxtext, maxtext.ROWS),
     "huggingface": (huggingface, huggingface.ROWS),
-    "deepspeed": (accelerate, accelerate.DEEPSPEED_ROWS),
-    "training-arguments": (accelerate, accelerate.TRAINING_ROWS),
-    "accelerate": (accelerate, accelerate.ROWS),
+    "deepspeed": (accelerate, rows_of("accelerate", vars(accelerate), "deepspeed")),
+    "training-arguments": (accelerate, rows_of("accelerate", vars(accelerate), "training")),
+    "accelerate": (accelerate, rows_of("accelerate", vars(accelerate))),
 }
 _WORDS = {"model_type": "llama", "parallelism.pipeline_parallel_schedule": "1F1B", "decoder_block": "llama2"}
 _WORDS |= {"hybrid_layer_pattern": None, "hybrid_override_pattern": None, "hybrid_attention_ratio": None}
