@@ -27,10 +27,24 @@ _PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 
 
 
 def check_store(uri: str) -> None:
-    """Check that a store can be reached; called before long work.  Raises ``PredictorError`` if not."""
-    problem = _unreachable(uri)
-    if problem:
-        raise PredictorError(f"tracking needs a store that can be reached, got {uri}: {problem}")
+    """Check that a store can be reached, before long work: MLflow itself would retry for minutes.
+
+    Raises ``PredictorError`` if not.
+    """
+    try:
+        if uri.startswith("sqlite:"):
+            path = database_file(uri)
+            check_output_file(path)
+            if path.exists() and path.stat().st_size:
+                with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+                    connection.execute("SELECT name FROM sqlite_master").fetchall()
+        else:
+            url = urlsplit(uri)
+            port = url.port or _PORTS.get(url.scheme.split("+")[0], 0)
+            if url.hostname and port:
+                socket.create_connection((url.hostname, port), timeout=PATIENCE_S).close()
+    except (OSError, ValueError, sqlite3.Error) as error:
+        raise PredictorError(f"tracking needs a store that can be reached, got {uri}: {error}") from None
 
 
 def is_missing(uri: str) -> bool:
@@ -71,32 +85,6 @@ def impatient() -> Iterator[None]:
     finally:
         for key in own:
             del os.environ[key]
-
-
-def _unreachable(uri: str) -> str:
-    """Why a store is out of reach, "" if it is reachable: MLflow itself would retry for minutes."""
-    if uri.startswith("sqlite:"):
-        return _unusable_database(uri)
-    try:
-        url = urlsplit(uri)
-        port = url.port or _PORTS.get(url.scheme.split("+")[0], 0)
-        if url.hostname and port:
-            socket.create_connection((url.hostname, port), timeout=PATIENCE_S).close()
-    except (OSError, ValueError) as error:
-        return str(error)
-    return ""
-
-
-def _unusable_database(uri: str) -> str:
-    path = database_file(uri)
-    try:
-        check_output_file(path)
-        if path.exists() and path.stat().st_size:
-            with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
-                connection.execute("SELECT name FROM sqlite_master").fetchall()
-    except (OSError, StepsightError, sqlite3.Error) as error:
-        return str(error)
-    return ""
 
 
 @contextmanager
@@ -157,10 +145,8 @@ def load_predictor(name: str | Path) -> Predictor:
         return load_model_uri(str(name))
     folder = Path(name)
     if folder.is_dir():
-        files = sorted(folder.iterdir())
-        return _read(
-            folder.resolve(), tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
-        )
+        facts = [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(folder.iterdir())]
+        return _read(folder.resolve(), tuple(facts))
     found = None if folder.exists() else shipped_predictor(str(name))
     if found is None and not folder.exists() and set_aside(folder) is None:
         raise PredictorError(

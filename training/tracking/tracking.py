@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import socket
 import sys
 import time
 import warnings
@@ -40,9 +37,7 @@ JOB = "job"  # input column of a served model: a job's tables as JSON, as ``Job.
 ANSWERS = ("iteration_time_s", "low_s", "high_s", "tokens_per_s", "peak_memory_bytes")
 CHALLENGER = "challenger"
 Compare = Callable[[Predictor], tuple[float, float] | None]
-PROCESS = "stepsight.process"  # tag: the process that wrote a run
 _PARAMS = ("seed", "num_ops", "num_collectives", "samples", "like")  # of the manifest
-_EXISTS = "RESOURCE_ALREADY_EXISTS"
 
 
 def default_uri(out: Path) -> str:
@@ -107,19 +102,13 @@ class TrackedRun:
         The first of a hardware becomes its champion, a later one only if it is better on data that neither saw
         (``compare``: the errors of both, None: nothing judges); else it is the challenger.
         """
-        from mlflow.exceptions import MlflowException
-
         with TemporaryDirectory() as place:
             _save_model(folder, Path(place) / ARTIFACT)
             self._client.log_artifacts(self.run_id, str(Path(place) / ARTIFACT), ARTIFACT)
         name = model_name(hardware)
         source = f"{self._client.get_run(self.run_id).info.artifact_uri}/{ARTIFACT}"
         with store_lock(self._uri):  # versions are numbered consecutively
-            try:
-                self._client.create_registered_model(name, {"hardware": hardware})
-            except MlflowException as error:
-                if error.error_code != _EXISTS:
-                    raise
+            _create(self._client.create_registered_model, name, {"hardware": hardware})
             version = self._client.create_model_version(name, source, self.run_id, dict(tags))
             alias, told = _alias_of_new(self._client, name, compare)
             for key, value in told.items():
@@ -189,9 +178,7 @@ def tracked(uri: str, run_name: str) -> Iterator[TrackedRun]:
     from mlflow.exceptions import MlflowException
 
     client, experiment_id = _open(uri)
-    _end_killed(client, experiment_id)
-    tags = {PROCESS: process_name()}
-    run_id = client.create_run(experiment_id, run_name=run_name, tags=tags).info.run_id
+    run_id = client.create_run(experiment_id, run_name=run_name).info.run_id
 
     def end(status: str) -> None:
         with suppress(MlflowException):  # an unreachable store must not hide the original error
@@ -214,83 +201,31 @@ def reopened(uri: str, run_id: str) -> TrackedRun:
 
 
 def _open(uri: str) -> tuple[Any, str]:
-    """Client and experiment of a reachable store."""
+    """Client and experiment of a reachable store; a database has the experiment's artifacts in a folder beside it."""
     from mlflow.exceptions import MlflowException
 
     check_store(uri)
     try:
-        with store_lock(uri), impatient(), _quiet():  # two processes that create a store break each other's migrations
+        with store_lock(uri), impatient():  # two processes that create a store break each other's migrations
             create_store(uri)
             client = store_client(uri)
             client.search_registered_models(max_results=1)  # a store without a registry would fail at the end
-            return client, _experiment_id(client, uri)
+            if client.get_experiment_by_name(EXPERIMENT) is None:
+                beside = (database_file(uri).resolve().parent / "mlartifacts").as_uri()
+                _create(client.create_experiment, EXPERIMENT, beside if uri.startswith("sqlite:///") else None)
+            return client, str(client.get_experiment_by_name(EXPERIMENT).experiment_id)
     except (MlflowException, ImportError) as error:
         raise PredictorError(
             f"tracking needs a URI of an MLflow store with a registry, got {uri}: {first_line(error)}"
         ) from None
 
 
-def _experiment_id(client: Any, uri: str) -> str:
-    """Number of the experiment, created if the store does not have it."""
+def _create(make: Callable[..., Any], *arguments: Any) -> None:
+    """Create something in a store, unless another process created it first."""
     from mlflow.exceptions import MlflowException
 
-    if client.get_experiment_by_name(EXPERIMENT) is None:
-        try:
-            client.create_experiment(EXPERIMENT, artifact_location=_artifact_location(uri))
-        except MlflowException as error:  # another process created it first
-            if error.error_code != _EXISTS:
-                raise
-    return str(client.get_experiment_by_name(EXPERIMENT).experiment_id)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress the messages of a new store that creates its tables."""
-    logger = logging.getLogger("mlflow.store.db.utils")
-    before = logger.level
-    logger.setLevel(logging.WARNING)
     try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-def _end_killed(client: Any, experiment_id: str) -> None:
-    """End the runs whose process on this machine ended without closing them."""
-    for run in client.search_runs([experiment_id], "attributes.status = 'RUNNING'"):
-        if is_gone(run.data.tags.get(PROCESS, "")):
-            client.set_terminated(run.info.run_id, "KILLED")
-
-
-def _artifact_location(uri: str) -> str | None:
-    """Artifact folder next to a SQLite database; a server has its own."""
-    if not uri.startswith("sqlite:///"):
-        return None
-    return (database_file(uri).resolve().parent / "mlartifacts").as_uri()
-
-
-def process_name(pid: int | None = None) -> str:
-    """Host, number and start of a process (this one by default): the kernel uses numbers again."""
-    number = os.getpid() if pid is None else pid
-    try:
-        began = Path(f"/proc/{number}/stat").read_text("utf-8").rpartition(")")[2].split()[19]
-    except OSError:
-        began = "gone"
-    return f"{_machine()} {number} {began}"
-
-
-def _machine() -> str:
-    """Name of this machine, which may be that of another one too, with the number of its start and of its processes."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8")[:8]
-        space = Path("/proc/self/ns/pid").stat().st_ino  # containers number their processes apart
-    except OSError:
-        return socket.gethostname()
-    return f"{socket.gethostname()}/{boot}/{space}"
-
-
-def is_gone(name: str) -> bool:
-    """Whether a named process ran on this machine and has ended; other machines' processes are not known."""
-    words = name.split()
-    here = len(words) == 3 and words[0] == _machine() and words[1].isdigit()
-    return here and process_name(int(words[1])) != name
+        make(*arguments)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
