@@ -24,8 +24,8 @@ from stepsight.dataset.base.codec import IF_SET, Saved
 from stepsight.dataset.hardware.hardware import Fabric
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective
 from stepsight.features.collective_features import CHOICE_TERMS, LINK_FACTS, OVERLAPPING, choice_terms, link_facts
-from stepsight.training.corrections.corrector import Support
-from stepsight.training.regression.regressor import SHARPNESS, SLACK, Bounds, minimise, robust_loss, rows_by
+from stepsight.training.corrections.corrector import Support, rows_by
+from stepsight.training.regression.regressor import SHARPNESS, SLACK, Bounds, minimise, robust_loss
 
 # Bytes of the curve's knots: half octaves, up to 16 GiB.
 KNOTS = np.unique(np.round(2.0 ** np.arange(0, 34.01, 0.5)).astype(np.int64))
@@ -217,19 +217,25 @@ def fit_between_nodes(
     terms = {kind: choice_terms([collectives[i] for i in index], links[index]) for kind, index in kinds.items()}
     log_seconds = np.log(seconds)
     stds = PRIOR_STD if start else PRIOR_STD / CLUSTERS**0.5
-    factors, errors, support = dict(start.factors) if start else {}, {}, dict(start.support) if start else {}
+    known = start or UNFITTED
+    factors, errors, support = dict(known.factors), {}, dict(known.support)
     for route in dict.fromkeys(COLLECTIVE_KINDS[kind].route for kind in kinds):
         own = [kind for kind in kinds if COLLECTIVE_KINDS[kind].route == route]
-        prior = np.log(start.factors_of(own[0]) if start else FACTORS.prior)
+        prior = np.log(known.factors_of(own[0]))
         both = _fit([(terms[k], log_seconds[kinds[k]], noises[k]) for k in own], prior, stds)
         factors[route] = np.exp(both)
         for kind in own:
-            around = np.log(start.factors_of(kind)) + both - prior if start else both
+            around = np.log(known.factors_of(kind)) + both - prior if start else both
             rows = (terms[kind], log_seconds[kinds[kind]], noises[kind])
             factors[kind] = np.exp(_fit([rows], around, KIND_STD * stds))
             places = np.array([place(collectives[i]) for i in kinds[kind]])
             support[kind] = Support.of(places)
-            errors[kind] = _left_out(rows, places[:, 1:], around, KIND_STD * stds)
+            off = []  # log-errors of each layout, held out of the fit
+            for layout in np.unique(places[:, 1:], axis=0):
+                held = (places[:, 1:] == layout).all(axis=1)
+                fitted = _fit([(rows[0][~held], rows[1][~held], rows[2])], around, KIND_STD * stds)
+                off.append(np.abs(np.log(_cheapest(rows[0][held], np.exp(fitted)).sum(axis=1)) - rows[1][held]))
+            errors[kind] = float(np.concatenate(off).mean())
     return BetweenNodes(factors, support, errors)
 
 
@@ -241,8 +247,7 @@ def fit_site(start: BetweenNodes, collectives: Sequence[Collective], fabric: Fab
     fitted = _site_factors(start, collectives, fabric, seconds)
 
     def fit(rows: NDArray[np.bool_]) -> BetweenNodes:
-        own = [collectives[index] for index in np.flatnonzero(rows).tolist()]
-        return _site_factors(start, own, fabric, seconds[rows])
+        return _site_factors(start, [c for c, own in zip(collectives, rows, strict=True) if own], fabric, seconds[rows])
 
     before = np.log(start.seconds(collectives, fabric))
     change = np.log(left_out_seconds(collectives, fabric, fit, alone=fitted)) - before
@@ -309,17 +314,6 @@ def left_out_seconds(
     return predicted
 
 
-def _left_out(rows: Rows, layouts: Array, around: Array, stds: Array) -> float:
-    """Mean absolute log-error of each layout, held out of the fit."""
-    terms, measured, noise = rows
-    off = []
-    for layout in np.unique(layouts, axis=0):
-        held = (layouts == layout).all(axis=1)
-        fitted = _fit([(terms[~held], measured[~held], noise)], around, stds)
-        off.append(np.abs(np.log(_cheapest(terms[held], np.exp(fitted)).sum(axis=1)) - measured[held]))
-    return float(np.concatenate(off).mean())
-
-
 def _cheapest(terms: Array, factors: Array) -> Array:
     """Seconds of each term in the cheapest choice, ``(rows, terms)``; their sum is the predicted time."""
     parts = terms * factors
@@ -359,26 +353,27 @@ LATER = 5.0  # the same for latencies
 BOUND_SHARE = 0.7  # share of its time from which a collective counts as bound by one resource
 FEWEST, ENOUGH = 3, 200  # fewest rows for a doubt, and rows that are examined
 ALIKE = 0.05  # log units of error that are ignored
-SCALES = 10.0 ** np.linspace(-1, 3, 81)  # slower bandwidths that are tried
-LATENCIES = [CHOICE_TERMS.index("quick_steps"), CHOICE_TERMS.index("bulk_steps")]
-TRANSFERS = [CHOICE_TERMS.index("adapters"), CHOICE_TERMS.index("links_within_node")]
+SCALES = sorted((10.0 ** np.linspace(-1, 3, 81)).tolist(), key=lambda scale: abs(np.log(scale)))  # slower bandwidths
+_PARTS = [["adapters", "links_within_node"], ["quick_steps", "bulk_steps"]]  # transfers, latencies
 
 
-def link_doubts(
-    collectives: Sequence[Collective], fabric: Fabric, seconds: Array, model: BetweenNodes = UNFITTED
-) -> tuple[str, ...]:
+def link_doubts(collectives: Sequence[Collective], fabric: Fabric, seconds: Array) -> tuple[str, ...]:
     """Links between nodes that would explain the measurements better than the stated ones; empty: none would."""
     across = [index for index, collective in enumerate(collectives) if collective.num_nodes > 1]
     across = across[:: max(1, len(across) // ENOUGH)]
     works, measured = [collectives[index] for index in across], np.asarray(seconds)[across]
-    parts = model.parts(works, fabric)
-    predicted, link = parts.sum(axis=1), fabric.inter_node
-    long, short = (parts[:, some].sum(axis=1) > BOUND_SHARE * predicted for some in (TRANSFERS, LATENCIES))
-    found = []
-    if long.sum() >= FEWEST:
+    parts, link, found = UNFITTED.parts(works, fabric), fabric.inter_node, []
+    columns = [[CHOICE_TERMS.index(name) for name in names] for names in _PARTS]
+    long, short = (parts[:, some].sum(axis=1) > BOUND_SHARE * parts.sum(axis=1) for some in columns)
+    if long.sum() >= FEWEST:  # the smallest change of the bandwidth that explains their times
+        those, off = [works[index] for index in np.flatnonzero(long).tolist()], []
+        for scale in SCALES:
+            paces = link.bandwidth_bytes_per_s / scale, link.adapter_bytes_per_s / scale
+            slower = replace(link, bandwidth_bytes_per_s=paces[0], adapter_bytes_per_s=paces[1])
+            predicted = UNFITTED.seconds(those, replace(fabric, inter_node=slower))
+            off.append(float(np.median(np.abs(np.log(predicted / measured[long])))))
+        scale = next(scale for scale, error in zip(SCALES, off, strict=True) if error <= min(off) + ALIKE)
         stated = link.bandwidth_bytes_per_s / 1e9
-        those = [work for work, is_long in zip(works, long, strict=True) if is_long]
-        scale = _slower(those, fabric, measured[long], model)
         if scale > SLOWER:
             found.append(
                 f"the links between nodes behave {scale:.0f} times slower than stated (about {stated / scale:.2g} of "
@@ -390,26 +385,10 @@ def link_doubts(
                 f"the links between nodes are {1 / scale:.1f} times faster than stated ({stated:g} GB/s per device): "
                 "is the bandwidth that of fewer adapters than a node has?"
             )
-    later = float(np.median(measured[short] / predicted[short])) if short.sum() >= FEWEST else 1.0
+    later = float(np.median(measured[short] / parts[short].sum(axis=1))) if short.sum() >= FEWEST else 1.0
     if later > LATER:
         found.append(
             f"short messages between nodes take {later:.0f} times longer than the stated latency implies "
             f"({1e6 * link.latency_s:g} us): does NCCL use the sockets transport?"
         )
     return tuple(found)
-
-
-def _slower(works: Sequence[Collective], fabric: Fabric, measured: Array, model: BetweenNodes) -> float:
-    """How many times slower than stated the bandwidth between nodes is: the smallest change that explains the times."""
-    link = fabric.inter_node
-    off = []
-    scales: list[float] = sorted(SCALES.tolist(), key=lambda scale: abs(np.log(scale)))
-    for scale in scales:
-        there = replace(
-            link,
-            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / scale,
-            adapter_bytes_per_s=link.adapter_bytes_per_s / scale,
-        )
-        predicted = model.seconds(works, replace(fabric, inter_node=there))
-        off.append(float(np.median(np.abs(np.log(predicted / measured)))))
-    return next(scale for scale, error in zip(scales, off, strict=True) if error <= min(off) + ALIKE)

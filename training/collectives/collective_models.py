@@ -51,9 +51,7 @@ NCCL_BOUNDS = Bounds(
     high=np.array([2e-4, 5e-5, 2e-13, 3.0, 4.0]),
     overlapping=OVERLAPPING,
 )
-TREE_SHARE = (
-    0.92  # part of a ring's bandwidth that NCCL's own tuning credits its trees with (its graph/tuning.cc, 2.18)
-)
+TREE_SHARE = 0.92  # of a ring's bandwidth, which NCCL's own tuning credits its trees with (graph/tuning.cc, 2.18)
 
 SHORTEST_S = 1e-8  # on links; positions of shorter collectives may be rounded up
 _UNIT = Fabric("1 GB/s", Link(1e9, 0.0), Link(1e9, 0.0))
@@ -79,7 +77,12 @@ def collective_rows(
     """
     pairs = list(zip(collectives, fabrics, strict=True))
     labels = tuple(label_of(c) for c in collectives)
-    learned = [_on_links_of(fabric, measured.get(label)) for label, fabric in zip(labels, fabrics, strict=True)]
+    learned = []
+    for label, fabric in zip(labels, fabrics, strict=True):
+        bandwidth, near = measured.get(label), fabric.intra_node
+        if bandwidth not in (None, near.bandwidth_bytes_per_s):
+            fabric = replace(fabric, intra_node=replace(near, bandwidth_bytes_per_s=bandwidth))
+        learned.append(fabric)
     terms_of = nccl_terms if nccl else collective_terms
     return SignatureRows(
         labels,
@@ -90,13 +93,6 @@ def collective_rows(
         collective_features(collectives, learned, nccl=nccl),
         COLLECTIVE_FEATURES,
     )
-
-
-def _on_links_of(fabric: Fabric, bandwidth_bytes_per_s: float | None) -> Fabric:
-    """The fabric with another bandwidth within a node; unchanged if that is ``None`` or equal to its own."""
-    if bandwidth_bytes_per_s in (None, fabric.intra_node.bandwidth_bytes_per_s):
-        return fabric
-    return replace(fabric, intra_node=replace(fabric.intra_node, bandwidth_bytes_per_s=bandwidth_bytes_per_s))
 
 
 @dataclass(frozen=True)
@@ -202,10 +198,8 @@ class CollectiveModel(Saved):
 
     def _within_sizes(self, collective: Collective) -> tuple[Collective, float]:
         """Extrapolate with NCCL's bandwidth at the largest measured size: that size, and how often it fits."""
-        label = label_of(collective)
-        if not self.nccl or label not in self.regressor.support:
-            return collective, 1.0
-        most = max(int(np.exp(self.regressor.support[label][1][0])), 1)
+        support = self.regressor.support.get(label_of(collective)) if self.nccl else None
+        most = max(int(np.exp(support.high[0])), 1) if support is not None else collective.num_bytes
         if collective.num_bytes <= most:
             return collective, 1.0
         return replace(collective, num_bytes=most), collective.num_bytes / most
@@ -215,43 +209,27 @@ class CollectiveModel(Saved):
         physics = self.regressor.physics.get(label_of(collective))
         if physics is None or not collective.record.trees or collective.num_nodes == 1:
             return float("inf")
-        if np.log(collective.group_size) <= self.regressor.support[label_of(collective)][1][1] + 1e-9:
-            return float("inf")
-        terms = np.array([tree_terms(collective, fabric)])
-        return float(physics.seconds(terms, np.ones(1))[0]) / TREE_SHARE
+        most = self.regressor.support[label_of(collective)].high[1] + 1e-9
+        seconds = physics.seconds(np.array([tree_terms(collective, fabric)]), np.ones(1))[0] / TREE_SHARE
+        return float(seconds) if np.log(collective.group_size) > most else float("inf")
 
     def unsupported(self, collective: Collective, fabric: Fabric) -> str:
         """Why a collective lies outside the measured range; empty if it lies within."""
-        label = label_of(collective)
-        if self.between is not None and collective.num_nodes > 1:
-            return self._outside_between(self.between, collective)
-        if label not in self.regressor.physics:
-            where = "across nodes" if collective.num_nodes > 1 else "within a node"
-            return f"{collective}: no {collective.kind} {where} was measured"
-        low, high = self.regressor.support[label]
-        slack = OUTSIDE if self.nccl else 1e-9  # rings of NCCL behave alike up to twice the ranks
-        if not low[1] - slack <= np.log(collective.group_size) <= high[1] + slack:
+        label, across = label_of(collective), collective.num_nodes > 1
+        support, key, slack = self.regressor.support, label, OUTSIDE if self.nccl else 1e-9
+        if self.between is not None and across:
+            support, key, slack = self.between.support, collective.kind, OUTSIDE
+            position = place(collective)
+        else:
+            position = collective_position(collective, fabric, nccl=self.nccl)
+        if key not in support:
+            return f"{collective}: no {collective.kind} {'across nodes' if across else 'within a node'} was measured"
+        low, high = support[key]
+        beyond = support[key].beyond(position)
+        if beyond[1] > slack:  # rings of NCCL behave alike up to twice the ranks
             return f"{collective}: measured for groups of {np.exp(low[1]):.0f} to {np.exp(high[1]):.0f} ranks"
-        position = collective_position(collective, fabric, nccl=self.nccl)
-        excess = self.regressor.excess(label, position)
-        if excess > OUTSIDE:
-            return f"{collective}: {np.exp(excess):.1f} x outside the measured sizes"
-        return self._carried(collective)
-
-    def _outside_between(self, between: BetweenNodes, collective: Collective) -> str:
-        """Why a collective between nodes lies outside the measured range; empty if it lies within."""
-        if collective.kind not in between.support:
-            return f"{collective}: no {collective.kind} across nodes was measured"
-        low, high = between.support[collective.kind]
-        excess = between.support[collective.kind].beyond(place(collective))
-        if excess[1] > OUTSIDE:
-            return f"{collective}: measured for groups of {np.exp(low[1]):.0f} to {np.exp(high[1]):.0f} ranks"
-        if excess.sum() > OUTSIDE:
-            return f"{collective}: {np.exp(excess.sum()):.1f} x outside the measured sizes"
-        return self._carried(collective)
-
-    def _carried(self, collective: Collective) -> str:
-        label = label_of(collective)
+        if beyond.sum() > OUTSIDE:
+            return f"{collective}: {np.exp(beyond.sum()):.1f} x outside the measured sizes"
         return f"{collective}: {label} was measured on other devices' links alone" if label in self.carried else ""
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.graph.program import OPAQUE, Node
+from stepsight.dataset.graph.program import OPAQUE
 from stepsight.dataset.hardware.hardware import find_fabric, usual_fabric
 from stepsight.dataset.kinds.op import Op
 from stepsight.features.graph_features import SegmentGraph
@@ -25,34 +24,34 @@ from stepsight.training.predictor.predictor import Predictor
 Array = NDArray[np.float64]
 _UNKNOWN_LINKS = "loopback"  # of hardware without usual links: they are features of collectives, and teach nothing
 
-
 Taught = MeasuredRun | ImportedSegments  # a run with segments
+Measured = tuple[list[Example], list[Whole]]  # segments of a run, and its iteration if that was timed
 
 
 def make_examples(runs: Sequence[Taught], predictor: Predictor) -> list[Example]:
-    """Distinct segments of the runs' traces, with the predictor's seconds alone."""
+    """Distinct segments of the runs' traces, with the predictor's seconds alone.
+
+    Nodes of imported runs that no predictor predicts are left out: opaque kernels, and ops of unknown sizes.
+    """
     examples = []
     for run in runs:
-        imported = isinstance(run, ImportedSegments)
-        latency = _latency(run, predictor)
-        for mean in average(run.segments):
-            if len(mean.program):
-                if imported:
-                    mean = replace(mean, slot_s=np.where(_learnable(mean.program.nodes), mean.slot_s, np.nan))
-                alone = seconds_alone(mean.program.nodes, latency)
+        timer = timer_of(_latency(run, predictor))
+        for mean, repeats in average(run.segments):
+            works, inside = [node.work for node in mean.program.nodes], mean.slot_s
+            if works:
+                if isinstance(run, ImportedSegments):
+                    known = [not isinstance(w, Op) or (w.kind != OPAQUE and min(w.dims, default=0) > 0) for w in works]
+                    inside = np.where(known, inside, np.nan)
+                alone = timer.work_seconds(works) * [node.share for node in mean.program.nodes]
                 graph = SegmentGraph(mean.program, predictor.hardware, mean.busy)
-                examples.append(Example(graph, alone, mean.slot_s, mean.run, mean.repeats))
+                examples.append(Example(graph, alone, inside, mean.run, repeats))
     return examples
 
 
 def _latency(run: Taught, predictor: Predictor) -> LatencyModel:
-    return (
-        imported_latency(run, predictor) if isinstance(run, ImportedSegments) else run_latency(run.manifest, predictor)
-    )
-
-
-def imported_latency(run: ImportedSegments, predictor: Predictor) -> LatencyModel:
-    """Seconds of an imported run's ops by a predictor; without a job, of one device with the hardware's usual links."""
+    """Seconds of a run's works; an imported one without a job ran on one device with the hardware's usual links."""
+    if isinstance(run, MeasuredRun):
+        return run_latency(run.manifest, predictor)
     if run.job is not None and run.job.hardware_name == predictor.hardware.name:
         return predictor.latency(run.job)
     try:
@@ -62,34 +61,18 @@ def imported_latency(run: ImportedSegments, predictor: Predictor) -> LatencyMode
     return predictor.latency_on(fabric, 1, 1)
 
 
-def _learnable(nodes: Sequence[Node]) -> NDArray[np.bool_]:
-    """``(n,)``: nodes that a predictor can predict: no opaque kernels, and no ops of unknown sizes."""
-    return np.array(
-        [not isinstance(n.work, Op) or (n.work.kind != OPAQUE and min(n.work.dims, default=0) > 0) for n in nodes]
-    )
-
-
-def seconds_alone(nodes: Sequence[Node], latency: LatencyModel) -> Array:
-    """Seconds of each node of a program alone, multiplied by its share, ``(len(nodes),)``."""
-    return timer_of(latency).work_seconds([node.work for node in nodes]) * [node.share for node in nodes]
-
-
-def make_wholes(runs: Sequence[MeasuredRun], predictor: Predictor) -> list[Whole]:
+def make_wholes(runs: Sequence[Taught], predictor: Predictor) -> list[Whole]:
     """The whole runs as functions of their nodes, with their measured iteration times."""
-    wholes = []
-    for run in (run.manifest for run in runs if run.manifest.whole):
-        iteration = Iteration.of(run.job, run_latency(run, predictor))
-        wholes.append(Whole(iteration, run.iteration_time_s, run.busy, run.name))
-    return wholes
-
-
-Measured = tuple[list[Example], list[Whole]]  # segments of a run, and its iteration if that was timed
+    manifests = [run.manifest for run in runs if isinstance(run, MeasuredRun) and run.whole]
+    return [
+        Whole(Iteration.of(run.job, run_latency(run, predictor)), run.iteration_time_s, run.busy, run.name)
+        for run in manifests
+    ]
 
 
 def measured_runs(runs: Sequence[Taught], predictor: Predictor) -> list[Measured]:
     """What each run teaches, with a predictor's seconds alone."""
-    wholes = [make_wholes([run], predictor) if isinstance(run, MeasuredRun) else [] for run in runs]
-    return list(zip([make_examples([run], predictor) for run in runs], wholes, strict=True))
+    return [(make_examples([run], predictor), make_wholes([run], predictor)) for run in runs]
 
 
 def joined(runs: Iterable[Measured]) -> Measured:

@@ -33,7 +33,7 @@ from stepsight.gnn.context_model import BOUND, ContextModel, iteration_loss, nod
 from stepsight.simulator.clock.engine import add_path
 from stepsight.simulator.durations.latency_model import LatencyModel, launch_calls
 from stepsight.simulator.durations.segment_timing import Timer, timer_of
-from stepsight.simulator.iteration.simulate import Simulation, simulate_lowered
+from stepsight.simulator.iteration.simulate import simulate_lowered
 from stepsight.simulator.iteration.simulated_iteration import distinct_pipelines
 from stepsight.simulator.programs.lower import Lowered, lower
 from stepsight.training.measured.planning import StandInLatency
@@ -98,42 +98,18 @@ def fit_context(
         model = ContextModel(relations=relations)
         batch = Batch.of(examples, wholes)
         model.set_range(batch.features)
-        _train(model, batch, epochs)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=epochs, pct_start=0.2)
+        for epoch in range(epochs):
+            optimizer.zero_grad()
+            batch.loss(model, again=epoch % SIMULATED_EVERY == 0).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
         return model
     finally:
         torch.random.set_rng_state(state)
         torch.set_num_threads(threads)
-
-
-def _train(model: ContextModel, batch: Batch, epochs: int) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=epochs, pct_start=0.2)
-    for epoch in range(epochs):
-        optimizer.zero_grad()
-        batch.loss(model, again=epoch % SIMULATED_EVERY == 0).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-
-
-class _Nodes:
-    """Nodes of distinct programs; a program that occurs in a trace and in a lowered job is stored once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], Ints] = {}
-        self._count = 0
-        self.features: list[Array] = []
-        self.graphs: list[Topology] = []
-
-    def add(self, graph: SegmentGraph, alone: Array) -> Ints:
-        """Numbers of the segment's nodes, ``(n,)``."""
-        key = (graph.program.digest_key, graph.busy, alone.round(12).tobytes())
-        if key not in self._known:
-            self._known[key] = np.arange(self._count, self._count + len(alone))
-            self._count += len(alone)
-            self.features.append(node_features(graph, alone))
-            self.graphs.append(topology(graph.program))
-        return self._known[key]
 
 
 @dataclass(frozen=True)
@@ -151,19 +127,31 @@ class Batch:
 
     @classmethod
     def of(cls, examples: Sequence[Example], wholes: Sequence[Whole]) -> Batch:
-        """Of some examples and iterations."""
-        nodes = _Nodes()
-        index = [nodes.add(each.graph, each.alone)[each.known] for each in examples]
+        """Of some examples and iterations; a program that occurs in a trace and in a lowered job is stored once."""
+        numbers: dict[tuple[object, ...], Ints] = {}  # of the nodes of each distinct program
+        features, graphs, count = [np.zeros((0, len(node_feature_names())))], [], 0
+
+        def add(graph: SegmentGraph, alone: Array) -> Ints:
+            nonlocal count
+            key = (graph.program.digest_key, graph.busy, alone.round(12).tobytes())
+            if key not in numbers:
+                numbers[key] = np.arange(count, count + len(alone))
+                count += len(alone)
+                features.append(node_features(graph, alone))
+                graphs.append(topology(graph.program))
+            return numbers[key]
+
+        index = [add(each.graph, each.alone)[each.known] for each in examples]
         placed = []
         for whole in wholes:
             alone, bounds = whole.iteration.alone, whole.iteration.bounds
             parts = zip(whole.iteration.lowered.programs, np.split(alone, bounds[1:-1]), strict=True)
             hardware = whole.iteration.latency.hardware
-            own = [nodes.add(SegmentGraph(program, hardware, whole.busy), part) for program, part in parts]
+            own = [add(SegmentGraph(program, hardware, whole.busy), part) for program, part in parts]
             placed.append((whole, torch.from_numpy(np.concatenate(own)), torch.from_numpy(alone)))
         return cls(
-            torch.from_numpy(np.concatenate([np.zeros((0, len(node_feature_names()))), *nodes.features])).float(),
-            join(nodes.graphs),
+            torch.from_numpy(np.concatenate(features)).float(),
+            join(graphs),
             torch.from_numpy(np.concatenate(index or [np.zeros(0, np.int64)])),
             torch.from_numpy(np.concatenate([e.target[e.known] for e in examples] or [np.zeros(0)])).float(),
             torch.from_numpy(node_weights(examples)).float(),
@@ -233,11 +221,8 @@ class _Given:
         self._inside = inside
 
     def in_context(self, programs: Sequence[Program], seconds: Sequence[Array]) -> Sequence[Array]:
-        found = []
-        for program, slowed in zip(programs, seconds, strict=True):
-            given, own = self._inside[id(program)]
-            found.append(given * _ratio(slowed, own))
-        return found
+        given = [(*self._inside[id(program)], slowed) for program, slowed in zip(programs, seconds, strict=True)]
+        return [inside * _ratio(slowed, alone) for inside, alone, slowed in given]
 
 
 @dataclass(frozen=True)
@@ -279,25 +264,20 @@ class Iteration:
         hardware = self.latency.hardware
         pipelines = distinct_pipelines(self.job, given)
         simulation = simulate_lowered(self.job, self.lowered, Timer(given), hardware, pipelines)
-        return simulation.iteration_time_s, np.where(self.fixed, 0.0, _node_counts(simulation, self.bounds, inside))
+        counts = np.zeros(len(inside))  # how often each node is on the path, times its slowdown
+        for segment, condition, uses in simulation.segment_uses():
+            part = slice(self.bounds[segment], self.bounds[segment + 1])
+            times, own = simulation.ops_of(segment, condition), counts[part]
+            every, slower = np.arange(len(own), dtype=np.int32), _ratio(times.seconds, inside[part])
+            for to, since in np.argwhere(uses > 0).tolist():
+                add_path(times.critical[since], int(times.last[to, since]), every, slower, uses[to, since], own)
+        return simulation.iteration_time_s, np.where(self.fixed, 0.0, counts)
 
 
 def _ratio(slowed: Array, seconds: Array) -> Array:
     """How much slower each node is, 1 where it takes no time."""
     ratio: Array = np.divide(slowed, seconds, out=np.ones(len(seconds)), where=seconds > 0)
     return ratio
-
-
-def _node_counts(simulation: Simulation, bounds: NDArray[np.int64], inside: Array) -> Array:
-    """Derivative by each node's seconds, ``(bounds[-1],)``: how often it is on the path, times its slowdown."""
-    counts = np.zeros(int(bounds[-1]))
-    for segment, condition, uses in simulation.segment_uses():
-        part = slice(bounds[segment], bounds[segment + 1])
-        times, own = simulation.ops_of(segment, condition), counts[part]
-        every, slower = np.arange(len(own), dtype=np.int32), _ratio(times.seconds, inside[part])
-        for to, since in np.argwhere(uses > 0).tolist():
-            add_path(times.critical[since], int(times.last[to, since]), every, slower, uses[to, since], own)
-    return counts
 
 
 def critical_path(iteration: Iteration, inside: Tensor) -> tuple[float, Tensor]:

@@ -51,7 +51,11 @@ class HeldBackRun:
         if model is not None:
             with torch.no_grad():
                 parts = np.diff(model(batch.features, batch.graph).double().numpy().T, axis=1, prepend=0.0)
-        inside, alone, time = np.concatenate([np.zeros((3, 0)), *map(_known, examples)], axis=1)
+        rows = [np.zeros((3, 0))]
+        for each in examples:
+            ops = np.array([isinstance(node.work, Op) for node in each.graph.program.nodes])
+            rows.append(np.stack([each.inside, each.alone, each.repeats * ops * each.inside])[:, each.known])
+        inside, alone, time = np.concatenate(rows, axis=1)
         own = np.concatenate([np.zeros(0, np.int64), *(nodes.numpy() for _, nodes, _ in batch.wholes)])
         programs = [(example.graph.program, example.known) for example in examples]
         nodes = [(p.nodes[at].work.kind, p.label) for p, known in programs for at in np.flatnonzero(known).tolist()]
@@ -68,14 +72,14 @@ class HeldBackRun:
 
     def errors(self, strengths: Array) -> HeldBackErrors:
         """Of its nodes, with some strengths."""
-        off = self.target - np.clip(self.parts @ strengths, -BOUND, BOUND)
-        return HeldBackErrors(self.kinds, self.phases, off, self.weight)
+        return HeldBackErrors(self.kinds, self.phases, self._off(strengths), self.weight)
+
+    def _off(self, strengths: Array) -> Array:
+        return np.asarray(self.target - np.clip(self.parts @ strengths, -BOUND, BOUND))
 
     def op_error(self, strengths: Array) -> float:
         """Mean absolute log error of ops, weighted by time; NaN without traces."""
-        if not self.op_weight.any():
-            return float("nan")
-        return float(self.op_weight @ np.abs(self.target - np.clip(self.parts @ strengths, -BOUND, BOUND)))
+        return float(self.op_weight @ np.abs(self._off(strengths))) if self.op_weight.any() else float("nan")
 
     def iteration(self, strengths: Array) -> tuple[float, Array]:
         """Seconds of the iteration, and the slope of their logarithm by strengths, ``(3,)``."""
@@ -95,12 +99,6 @@ class HeldBackRun:
             slopes, goals = np.vstack([slopes, slope]), np.append(goals, off + slope @ strengths)
             weights = np.append(weights, ITERATION_WEIGHT / max(abs(off), ITERATION_DELTA))
         return slopes, goals, weights
-
-
-def _known(example: Example) -> Array:
-    """Measured seconds, seconds alone, and time of ops of the measured nodes of a segment, ``(3, n)``."""
-    ops = np.array([isinstance(node.work, Op) for node in example.graph.program.nodes])
-    return np.stack([example.inside, example.alone, example.repeats * ops * example.inside])[:, example.known]
 
 
 def solve_strengths(runs: Sequence[HeldBackRun]) -> Array:
@@ -162,14 +160,12 @@ class HeldBack:
         seconds = np.array([np.nan if run.whole is None else run.iteration(own)[0] for run, own in pairs])
         usual = self.errors.get("none", Errors(ops, seconds, ops))
         parts = []
-        for errors, least in ((ops, usual.ops), (self._off(seconds), self._off(usual.seconds))):
+        off, usually = (np.abs(np.log(each / self.measured)) for each in (seconds, usual.seconds))
+        for errors, least in ((ops, usual.ops), (off, usually)):
             known = least[np.isfinite(least)]
             parts.append(errors / max(float(known.mean()), _LEAST) if len(known) else errors)
         known = np.isfinite(parts)
         return Errors(ops, seconds, np.where(known, parts, 0.0).sum(axis=0) / np.maximum(known.sum(axis=0), 1))
-
-    def _off(self, seconds: Array) -> Array:
-        return np.asarray(np.abs(np.log(seconds / self.measured)))
 
     def metrics(self) -> dict[str, float]:
         """Errors of every form in percent, where something was measured."""

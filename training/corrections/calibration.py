@@ -63,7 +63,7 @@ def resource_of(work: Op | Collective) -> int:
 
 
 @dataclass(frozen=True)
-class Constants:
+class Constants(Corrector[Sequence[Op | Collective]]):
     """Factors by resource."""
 
     logs: tuple[float, ...] = (0.0,) * len(NAMES)  # their logarithms in the order of NAMES; 0: as measured
@@ -93,10 +93,6 @@ class Constants:
     def log_factor(self, asked: Sequence[Op | Collective]) -> Array:
         """Logarithm of the factor of each duration, ``(asked,)``."""
         return np.array([self.logs[resource_of(work)] for work in asked], dtype=np.float64)
-
-    def known(self, asked: Sequence[Op | Collective]) -> Array:
-        """1 for work whose resource whole iterations corrected, else 0, ``(asked,)``."""
-        return np.array([self.logs[resource_of(work)] != 0.0 for work in asked], dtype=np.float64)
 
     def to_dict(self) -> dict[str, float]:
         """Factors by resource."""

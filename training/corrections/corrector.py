@@ -14,7 +14,7 @@ Learning, 2006, equations 2.25 and 2.26).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
@@ -28,6 +28,7 @@ from stepsight.features.op_features import op_position
 
 Array = NDArray[np.float64]
 Asked = TypeVar("Asked", contravariant=True)
+H = TypeVar("H", bound=Hashable)
 
 FADE = 0.7  # log units beyond what was measured after which a correction falls to 1/e
 
@@ -45,8 +46,8 @@ class Corrector(Protocol[Asked]):
         ...
 
     def known(self, asked: Asked) -> Array:
-        """Share of the prior's variance that the measurements explain of each, 0 to 1, ``(asked,)``."""
-        ...
+        """Share of the prior's variance that the measurements explain of each, 0 to 1, ``(asked,)``; by default all."""
+        return np.ones(len(asked))  # type: ignore[arg-type]
 
 
 def corrected(seconds: Array, asked: Asked, corrector: Corrector[Asked]) -> Array:
@@ -63,6 +64,14 @@ def doubt(corrector: Corrector[Asked], asked: Asked, noise: float = 0.0) -> Arra
 def faded(excess: Array) -> Array:
     """Share of a correction that is left so many log units beyond what was measured, 0 to 1."""
     return np.asarray(np.exp(-excess / FADE))
+
+
+def rows_by(labels: Iterable[H]) -> dict[H, NDArray[np.int64]]:
+    """Numbers of the rows with each label."""
+    groups: dict[H, list[int]] = {}
+    for index, label in enumerate(labels):
+        groups.setdefault(label, []).append(index)
+    return {label: np.array(rows, dtype=np.int64) for label, rows in groups.items()}
 
 
 class Support(NamedTuple):
@@ -235,7 +244,7 @@ class TracedKind(Saved):
 def log_factors(kinds: Mapping[str, TracedKind], ops: Sequence[Op], labels: Sequence[str]) -> Array:
     """Logarithm of the factor of each op, ``(len(ops),)``; ``labels`` are their kinds with precisions."""
     out = np.zeros(len(ops))
-    for name, index in _by_label(labels):
+    for name, index in rows_by(labels).items():
         if name in kinds:
             out[index] = kinds[name].log_factor(np.array([op_position(ops[i]) for i in index]))
     return out
@@ -248,7 +257,7 @@ def fit_traced(
     found: dict[str, TracedKind] = {}
     left_out = np.zeros(len(ops))
     residual = np.log(measured / predicted)
-    for name, index in _by_label(labels):
+    for name, index in rows_by(labels).items():
         index = index[np.abs(residual[index]) <= MOST_LOG]
         if len(index) < FEWEST:
             continue
@@ -281,9 +290,3 @@ def _fit(positions: Array, residual: Array, length: float) -> TracedKind:
     offset = float(np.clip(np.median(residual) * count / (count + _PRIOR), -MOST_LOG, MOST_LOG))
     near = fit_neighbours(positions, residual - offset, length) if length else Neighbours.none(positions.shape[1])
     return TracedKind(offset, near, Support.of(positions))
-
-
-def _by_label(labels: Sequence[str]) -> Iterator[tuple[str, NDArray[np.int64]]]:
-    names = np.array(labels, dtype=object)
-    for name in dict.fromkeys(labels):
-        yield name, np.flatnonzero(names == name)

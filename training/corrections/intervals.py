@@ -81,12 +81,12 @@ def conformal_quantile(scores: Sequence[float], coverage: float = COVERAGE, *, t
     return ordered[rank - 1] if rank <= count else ordered[-1] * rank / count
 
 
-def fit_intervals(log_residuals: Array, spread_log: float, coverage: float = COVERAGE) -> Intervals:
+def fit_intervals(log_residuals: Array, spread_log: float) -> Intervals:
     """Fit a symmetric interval to held-out logs of measured over predicted times, no narrower than their repeats'."""
     if not len(log_residuals):
         return Intervals()
-    half_width = conformal_quantile(np.abs(log_residuals).tolist(), coverage)
-    return Intervals(float(min(max(half_width, spread_log), MOST_LOG)), coverage, len(log_residuals))
+    half_width = conformal_quantile(np.abs(log_residuals).tolist())
+    return Intervals(float(min(max(half_width, spread_log), MOST_LOG)), COVERAGE, len(log_residuals))
 
 
 PRESET = Path(__file__).with_name("published_widths.json")
@@ -310,13 +310,8 @@ class NodeDoubts(Saved):
         return float(np.sqrt((1 - self.shared) * (each**2).sum() + self.shared * each.sum() ** 2))
 
 
-def outside_half(half: float) -> float:
-    """Half of an interval of a node outside the measured range."""
-    return min(half + UNSUPPORTED_LOG, MOST_LOG)
-
-
 def fit_doubts(runs: Sequence[HeldBackErrors]) -> NodeDoubts:
-    """Fit the intervals; every run counts alike."""
+    """Fit the intervals, which ``COVERAGE`` of the nodes keep; every run counts alike."""
     groups: dict[str, list[tuple[Array, Array]]] = {}
     for run in runs:
         count = max(len(run.logs), 1)
@@ -324,22 +319,15 @@ def fit_doubts(runs: Sequence[HeldBackErrors]) -> NodeDoubts:
         for name in set(names.ravel().tolist()):
             own = np.abs(run.logs[(names == name).any(axis=1)])
             groups.setdefault(name, []).append((own, np.full(len(own), 1 / (count if name == "" else len(own)))))
-    halves = {name: _quantile(parts) for name, parts in sorted(groups.items()) if len(parts) >= FEWEST_RUNS or not name}
-    return NodeDoubts(halves, _shared(runs))
-
-
-def _quantile(parts: Sequence[tuple[Array, Array]]) -> float:
-    """The error that ``COVERAGE`` of the nodes do not exceed."""
-    errors, weights = (np.concatenate(each) for each in zip(*parts, strict=True))
-    order = np.argsort(errors)
-    place = int(np.searchsorted(np.cumsum(weights[order]) / weights.sum(), COVERAGE))
-    return min(float(errors[order][min(place, len(order) - 1)]), MOST_LOG)
-
-
-def _shared(runs: Sequence[HeldBackErrors]) -> float:
-    """Part of the variance of errors, weighted by time, that the nodes of a run have in common."""
-    means = [float(run.weights @ run.logs) for run in runs if run.weights.any()]
-    squares = [float(run.weights @ run.logs**2) for run in runs if run.weights.any()]
+    halves = {}
+    for name, parts in sorted(groups.items()):
+        if len(parts) >= FEWEST_RUNS or not name:
+            errors, weights = (np.concatenate(each) for each in zip(*parts, strict=True))
+            order = np.argsort(errors)
+            place = int(np.searchsorted(np.cumsum(weights[order]) / weights.sum(), COVERAGE))
+            halves[name] = min(float(errors[order][min(place, len(order) - 1)]), MOST_LOG)
+    means, squares = ([float(run.weights @ run.logs**power) for run in runs if run.weights.any()] for power in (1, 2))
     if len(means) < FEWEST_RUNS:
-        return SHARED
-    return float(np.clip(np.mean(np.square(means)) / max(float(np.mean(squares)), 1e-12), 0.0, 1.0))
+        return NodeDoubts(halves)
+    shared = np.mean(np.square(means)) / max(float(np.mean(squares)), 1e-12)
+    return NodeDoubts(halves, float(np.clip(shared, 0.0, 1.0)))

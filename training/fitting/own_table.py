@@ -25,8 +25,8 @@ from stepsight.dataset.hardware.hardware import (
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements
 from stepsight.training.collectives.collective_models import label_of
+from stepsight.training.corrections.corrector import rows_by
 from stepsight.training.kernels.kernel_models import label
-from stepsight.training.regression.regressor import rows_by
 from stepsight.training.shipped.from_tables import CollectiveRows, OpRows, medians
 
 Array = NDArray[np.float64]

@@ -19,6 +19,7 @@ from stepsight.dataset.base.files import digest
 from stepsight.dataset.hardware.hardware import canonical_hardware, find_fabric, roofline_seconds, usual_fabric
 from stepsight.dataset.tables import Measurements
 from stepsight.training.collectives.collective_models import label_of
+from stepsight.training.corrections.corrector import rows_by
 from stepsight.training.fitting.own_table import (
     OwnTable,
     family_figures,
@@ -38,7 +39,7 @@ from stepsight.training.kernels.transferred import (
     name_of,
 )
 from stepsight.training.predictor.predictor import Predictor, shipped_by_name, teacher_of
-from stepsight.training.regression.regressor import Regressor, rows_by
+from stepsight.training.regression.regressor import Regressor
 from stepsight.training.shipped.catalogue import RECIPES, teaching_names
 from stepsight.training.shipped.from_tables import OpRows, fit_links
 from stepsight.training.tracking.tracking import begin_training, tracked

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.codec import OPTIONAL, UNSAVED, Saved
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Op
 from stepsight.features.op_features import op_terms
-from stepsight.training.corrections.corrector import corrected
-from stepsight.training.regression.regressor import Bounds, Physics, fit_physics, rows_by
+from stepsight.training.corrections.corrector import Corrector, corrected, rows_by
+from stepsight.training.regression.regressor import Bounds, Physics, fit_physics
 from stepsight.training.regression.trees import Trees, fit_trees
 
 Array = NDArray[np.float64]
@@ -40,7 +40,7 @@ CALL_FEATURES = (
 FRESH_BYTES = 750_000
 _LANES = 16  # numbers of 4 bytes in the widest vector of a CPU; channels and columns are padded to it
 _ROWS = 4  # rows of a product that a kernel processes together
-_SEVERAL = frozenset(
+SEVERAL = frozenset(
     ("elementwise", "copy", "add", "reduce", "fill", "sort", "random", "pool", "pool_backward", "foreach", "dropout",
      "batch_norm", "batch_norm_backward", "cast")
 )  # fmt: skip  # kinds that hold calls which differ
@@ -58,15 +58,10 @@ def call_label(call: str, op: Op) -> str:
         form = "depthwise" if groups > 1 and ins == 1 else "grouped" if groups > 1 else ""
         form = form or ("transposed" if inside < positions else "")
         return f"{op.kind}/{form}" if form else op.kind
-    if op.kind not in _SEVERAL:
+    if op.kind not in SEVERAL:
         return op.kind
     name = call.removeprefix("aten::")
     return f"{op.kind}/{_SAME.get(name, name)}"
-
-
-def holds_several(kind: str) -> bool:
-    """Whether the calls of a kind differ in their durations."""
-    return kind in _SEVERAL
 
 
 def call_terms(call: str, op: Op) -> tuple[float, ...]:
@@ -157,9 +152,8 @@ LOOP_NOISE = 0.15  # log-seconds that calls of equal dims differ by
 LOOP_STD = 1.0
 
 
-def usual_loops() -> Physics:
-    """Of a core with vectors of 64 bytes, a second cache of 1 MiB, and no other program beside it."""
-    return Physics(np.log(USUAL_S), np.zeros(len(USUAL_S)))
+# Of a core with vectors of 64 bytes, a second cache of 1 MiB, and no other program beside it.
+USUAL_LOOPS = Physics(np.log(USUAL_S), np.zeros(len(USUAL_S)))
 
 
 def loop_terms(ops: Sequence[Op]) -> Array:
@@ -196,7 +190,7 @@ MOST_TREES = 1.0  # limit of the trees' correction, in log units
 
 
 @dataclass(frozen=True)
-class Contention:
+class Contention(Corrector[Sequence[Op]]):
     """How many times as long calls of a family of ops take while other ranks compute on the same host; ``""`` for all
     other families.  Empty: no longer.
     """
@@ -209,10 +203,6 @@ class Contention:
         """Logarithm of the factor of each op, ``(asked,)``."""
         usual = self.factors.get("", 1.0)
         return np.log([self.factors.get(op.family, usual) for op in asked])
-
-    def known(self, asked: Sequence[Op]) -> Array:
-        """1 where a factor was learned, ``(asked,)``."""
-        return np.full(len(asked), float(bool(self.factors)))
 
 
 @dataclass(frozen=True)
@@ -231,7 +221,7 @@ class HostCalls(Saved):
     scale: float = 1.0  # of all calls' seconds within a step
     gaps_s: tuple[float, ...] = (0.0, 0.0, 0.0)  # between calls, by phase, (3,)
     step_s: float = 0.0  # of every step besides
-    loops: Physics = field(default_factory=usual_loops, metadata=OPTIONAL)  # physics of loops that a compiler fused
+    loops: Physics = field(default=USUAL_LOOPS, metadata=OPTIONAL)  # physics of loops that a compiler fused
     # what calls lose beside other ranks
     contention: Contention = field(default_factory=Contention, metadata=UNSAVED)
     shared: bool = field(default=False, metadata=UNSAVED)  # whether other ranks compute on the host

@@ -33,7 +33,7 @@ HEAD_DIM_STEP = 32  # FlashAttention-2 has kernels for these head sizes and pads
 
 
 @dataclass(frozen=True)
-class Ratio(Saved):
+class Ratio(Saved, Corrector[Sequence[Op]]):
     """The slowdown of a kind relative to its base's efficiency."""
 
     log_ratio: float  # what was measured elsewhere, from MIN_LOG_RATIO to MAX_LOG_RATIO
@@ -44,10 +44,6 @@ class Ratio(Saved):
     def log_factor(self, asked: Sequence[Op]) -> Array:
         """Logarithm of the factor of each op of the kind, ``(asked,)``."""
         return np.full(len(asked), self.log_ratio)
-
-    def known(self, asked: Sequence[Op]) -> Array:
-        """1 for all ops of the kind, ``(asked,)``."""
-        return np.ones(len(asked))
 
     def __post_init__(self) -> None:
         if not MIN_LOG_RATIO <= self.log_ratio <= MAX_LOG_RATIO:
@@ -86,25 +82,14 @@ def base_of(op: Op, hardware: Hardware) -> Op | None:
     return Op(STREAMED, (max(round(op.num_bytes / per_element), 1),), dtype)
 
 
-def base_in_precision(op: Op, hardware: Hardware) -> Op | None:
-    """The base of a product with kernels of its precision's own, in that precision; None: it has none."""
-    kind = op.record
-    if not kind.base or kind.base == STREAMED or not dtype_class(op, hardware):
-        return None
-    return Op(kind.base, kind.base_dims(*op.dims), op.dtype)
-
-
 def as_run(op: Op, hardware: Hardware) -> Op:
     """The op that a GPU's library runs: an attention with its head size padded."""
     kind = op.record
     if not kind.padded or hardware.kind != "gpu":
         return op
     dims = list(op.dims)
-    padded = kind.dim_names.index(kind.padded)
-    if dims[padded] % HEAD_DIM_STEP == 0:
-        return op
-    dims[padded] += -dims[padded] % HEAD_DIM_STEP
-    return Op(op.kind, tuple(dims), op.dtype)
+    dims[kind.dim_names.index(kind.padded)] += -dims[kind.dim_names.index(kind.padded)] % HEAD_DIM_STEP
+    return op if tuple(dims) == op.dims else Op(op.kind, tuple(dims), op.dtype)
 
 
 def least_seconds(op: Op, hardware: Hardware) -> float:
@@ -166,20 +151,12 @@ def op_bounds(hardware: Hardware, kind: OpKind) -> Bounds:
 
 
 class OtherDevices(Protocol):
-    """Ops of a device with few measurements or none, by other devices' efficiency (``kernels.transferred``)."""
+    """Ops of a device with few measurements or none, by other devices' efficiency (``transferred.Transfer``)."""
 
     @property
-    def posteriors(self) -> Mapping[str, Corrector[Any]]:
-        """Corrections by label and software."""
-        ...
-
-    def seconds(self, ops: Sequence[Op], variants: Sequence[int] | NDArray[np.int64] | int = 0) -> Array:
-        """Seconds of each op, ``(ops,)``."""
-        ...
-
-    def unsupported(self, op: Op) -> str:
-        """Why an op lies outside the measured range; empty if it lies within."""
-        ...
+    def posteriors(self) -> Mapping[str, Corrector[Any]]: ...
+    def seconds(self, ops: Sequence[Op], variants: Sequence[int] | NDArray[np.int64] | int = 0) -> Array: ...
+    def unsupported(self, op: Op) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -295,30 +272,24 @@ class KernelModel(Saved):
             ratio = self.ratios.get(at.kind)
             log_ratio += ratio.log_ratio if ratio is not None else 0.0
             evident &= ratio is not None
-            wide = DTYPE_BYTES[at.dtype] > 2
-            own = base_in_precision(at, self.hardware) if variant or wide else None
+            kind, own = at.record, None
+            if (variant or DTYPE_BYTES[at.dtype] > 2) and dtype_class(at, self.hardware) and kind.base != STREAMED:
+                own = Op(kind.base, kind.base_dims(*at.dims), at.dtype) if kind.base else None
             at = own if own is not None and self._measured(own) else base_of(at, self.hardware)
         return (op, 0.0, True) if at is None else (at, log_ratio, evident)
 
     def _within_length(self, op: Op) -> tuple[Op, float]:
         """A streaming op no longer than the longest measured one of its kind, and the factor to this op."""
-        kind = label(op.kind, op, self.hardware)
-        if not self.derives or not op.record.streams or kind not in self.regressor.support:
+        support = self.regressor.support.get(label(op.kind, op, self.hardware))
+        if not self.derives or not op.record.streams or support is None:
             return op, 1.0
-        most = max(round(float(np.exp(self.regressor.support[kind][1][0]))), 1)
-        if op.dims[0] <= most:
-            return op, 1.0
-        return Op(op.kind, (most, *op.dims[1:]), op.dtype), op.dims[0] / most
-
-    @property
-    def _slept(self) -> bool:
-        """Whether ops are replaced by sleeping, as in a box."""
-        return self.hardware.name == BOX
+        most = max(round(float(np.exp(support.high[0]))), 1)
+        return (op, 1.0) if op.dims[0] <= most else (Op(op.kind, (most, *op.dims[1:]), op.dtype), op.dims[0] / most)
 
     def crowded(self, busy: int) -> str:
         """Why a number of busy devices of a node lies outside the measured range; empty if it lies within."""
         low, high = self.regressor.busy
-        if low <= busy <= high or self.derives or self._slept:
+        if low <= busy <= high or self.derives or self.hardware.name == BOX:
             return ""
         return f"{busy} devices of a node compute at once: measured with {low:.0f} to {high:.0f}"
 
@@ -328,18 +299,15 @@ class KernelModel(Saved):
         A kind with a ratio that was measured elsewhere counts as measured; so does what a box's ranks sleep.
         """
         own = self.traced.get(label(op.kind, op, self.hardware))
-        if self._slept or op.record.bound == "host" or (own is not None and own.holds(op)):
+        if self.hardware.name == BOX or op.record.bound == "host" or (own is not None and own.holds(op)):
             return ""
         base, _, evident = self._traced(op)
         if not self._measured(base):
             return f"{op}: no {op.kind} was measured" if self.transfer is None else self.transfer.unsupported(op)
-        excess = self.regressor.excess(label(base.kind, base, self.hardware), op_position(base))
+        kind, position = label(base.kind, base, self.hardware), op_position(base)
+        excess = self.regressor.excess(kind, position)
         far = f"{np.exp(excess):.1f} x outside the measured range" if excess > OUTSIDE else ""
-        gap = (
-            0.0
-            if far
-            else self.regressor.gap(label(base.kind, base, self.hardware), op_position(base)[: len(base.dims)])
-        )
+        gap = 0.0 if far else self.regressor.gap(kind, position[: len(base.dims)])
         if gap > GAP:
             far = f"within the measured range, but {np.exp(gap):.1f} x from the nearest measured {base.kind}"
         if evident:

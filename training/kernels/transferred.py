@@ -24,9 +24,8 @@ from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
 from stepsight.dataset.kinds.op import Op
 from stepsight.features.op_features import columns_of, op_feature_names, op_features
-from stepsight.training.corrections.corrector import GaussianProcess, Support, corrected, faded
+from stepsight.training.corrections.corrector import GaussianProcess, Support, corrected, faded, rows_by
 from stepsight.training.kernels.kernel_models import OUTSIDE, KernelModel, label
-from stepsight.training.regression.regressor import rows_by
 
 Array = NDArray[np.float64]
 Blocks = Mapping[str, Array]  # columns of each term of the covariance, ``(rows, columns)``
@@ -80,14 +79,23 @@ def fit_posterior(rows: Blocks, residuals: Array, seconds: Array, seed: int = 0)
     """Fit to measured ops: log of their time over what other devices' efficiency says, ``(rows,)``; short ops are
     noisier.
     """
+    from scipy.optimize import minimize
+
     order = np.random.default_rng(seed).permutation(len(residuals))[:MOST_ROWS]
     kept, wanted, times = {name: rows[name][order] for name in TERMS}, residuals[order], seconds[order]
     some = slice(0, ROWS_OF_SCALES)
     near = {name: block[some] for name, block in kept.items()}
-    scales = _fit_scales(_distances(near, near), wanted[some], times[some])
+    distances, (means, stds) = _distances(near, near), _prior()
+
+    def cost(scales: Array) -> float:
+        covariance = _covariance(scales, distances)
+        covariance[np.diag_indices_from(covariance)] += _noise(scales, times[some]) + 1e-9
+        prior = (((scales - means) / stds) ** 2).sum()
+        return float(0.5 * (GaussianProcess(covariance, wanted[some]).cost() + prior))
+
+    scales = np.asarray(minimize(cost, means, method="L-BFGS-B", options={"maxiter": STEPS}).x, dtype=np.float64)
     covariance = _covariance(scales, _distances(kept, kept))
-    usual = _noise(scales, times)
-    noise = usual
+    noise = usual = _noise(scales, times)
     for _ in range(ROBUST_STEPS):
         process = GaussianProcess(covariance + np.diag(noise), wanted)
         # Error of each row predicted from the others.
@@ -214,20 +222,6 @@ def _covariance(scales: Array, distances: Mapping[str, Array]) -> Array:
             total += power * distances[name]
         at += 2 if length else 1
     return total
-
-
-def _fit_scales(distances: Mapping[str, Array], residuals: Array, seconds: Array) -> Array:
-    from scipy.optimize import minimize
-
-    means, stds = _prior()
-
-    def cost(scales: Array) -> float:
-        covariance = _covariance(scales, distances)
-        covariance[np.diag_indices_from(covariance)] += _noise(scales, seconds) + 1e-9
-        prior = (((scales - means) / stds) ** 2).sum()
-        return float(0.5 * (GaussianProcess(covariance, residuals).cost() + prior))
-
-    return np.asarray(minimize(cost, means, method="L-BFGS-B", options={"maxiter": STEPS}).x, dtype=np.float64)
 
 
 _COLUMNS = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.base.files import digest, digest_files
-from stepsight.dataset.graph.program import Program
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.hardware.hardware import BOX, Fabric, Hardware, Link, find_hardware, hardware_from_dict
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_folder import EventFile, read_collection, read_event_file
 from stepsight.dataset.runs.run_manifest import RunManifest
-from stepsight.training.kernels.host_calls import call_label, holds_several
+from stepsight.training.kernels.host_calls import SEVERAL, call_label
 from stepsight.training.measured.imported_ops import (
     ImportedSegments,
     imported_times,
@@ -110,7 +109,8 @@ class MeasuredRun:
 def read_profiles(
     collections: Iterable[Path], fabric: Fabric | None, imported: Sequence[ImportedSegments] = ()
 ) -> Profile:
-    """Read every event file of some collections except ``HELDOUT``, and add the measurements of imported runs.
+    """Read every event file of some collections except ``HELDOUT``, and add medians of signatures of imported runs that
+    no event file has.
 
     ``collections``: folders.  ``fabric``: of files which name none, and of imported runs.  ``imported``: runs that were
     imported.  Raises ``TraceError`` if a folder is no collection or named twice, a file is not what the harness writes,
@@ -125,44 +125,24 @@ def read_profiles(
             _check_ranks(file.box.num_ranks, file.path)
     for file in files:
         _add(file, profile)
-    _add_imported(profile, imported)
-    _take_medians(profile)
+    times = imported_times(imported)  # ops count as measured alone
+    profile.device = times.device
+    alone = {*profile.ops, *profile.collectives}
+    for op, each in times.ops.items():
+        if op not in alone:
+            profile.add_op(op, 1, float(np.median(each)))
+    for collective, each in times.collectives.items():
+        if fabric is not None and collective not in alone:
+            profile.add_collective(collective, fabric, float(np.median(each)))
+    found: dict[tuple[Collective, Link, Link], list[tuple[float, Fabric]]] = {}
+    for work, links, seconds in zip(profile.collectives, profile.fabrics, profile.collective_seconds, strict=True):
+        found.setdefault((work, links.intra_node, links.inter_node), []).append((seconds, links))
+    profile.collectives = [work for work, _, _ in found]  # one of several visits to equal links may have been disturbed
+    profile.fabrics = [visits[0][1] for visits in found.values()]
+    profile.collective_seconds = [float(np.median([seconds for seconds, _ in visits])) for visits in found.values()]
     paths = [*(file.path for file in files), *(run.folder / "manifest.json" for run in imported)]
     profile.digest = digest_files(paths) if paths else ""
     return profile
-
-
-def _add_imported(profile: Profile, runs: Sequence[ImportedSegments]) -> None:
-    """Add the median of each signature of imported runs that no event file has; ops count as measured alone."""
-    times = imported_times(runs)
-    profile.device = times.device
-    alone = {*profile.ops, *profile.collectives}
-    for op, seconds in times.ops.items():
-        if op not in alone:
-            profile.add_op(op, 1, float(np.median(seconds)))
-    for collective, seconds in times.collectives.items():
-        if profile.fabric is not None and collective not in alone:
-            profile.add_collective(collective, profile.fabric, float(np.median(seconds)))
-
-
-def _take_medians(profile: Profile) -> None:
-    """Merge collectives that several files measured on equal links, because one visit may have been disturbed."""
-    found: dict[tuple[Collective, Link, Link], list[tuple[float, Fabric]]] = {}
-    for work, fabric, seconds in zip(profile.collectives, profile.fabrics, profile.collective_seconds, strict=True):
-        found.setdefault((work, fabric.intra_node, fabric.inter_node), []).append((seconds, fabric))
-    profile.collectives = [work for work, _, _ in found]
-    profile.fabrics = [visits[0][1] for visits in found.values()]
-    profile.collective_seconds = [float(np.median([seconds for seconds, _ in visits])) for visits in found.values()]
-
-
-def _fabric_of(file: EventFile, usual: Fabric | None) -> Fabric:
-    found = file.box.links if file.box else usual
-    if found is None:
-        raise TraceError(
-            f"{file.path}: the fabric on which its collectives were measured must be known, got hardware without a "
-            "usual fabric, and no single fabric in the jobs of the runs: state [cluster] fabric in these jobs"
-        )
-    return found
 
 
 def calls_alone(file: EventFile) -> dict[tuple[str, Op], tuple[float, float]]:
@@ -177,12 +157,19 @@ def calls_alone(file: EventFile) -> dict[tuple[str, Op], tuple[float, float]]:
 def _add(file: EventFile, profile: Profile) -> None:
     profile.calls |= calls_alone(file)
     for work, seconds, host_seconds, call in zip(file.works, file.seconds, file.host_seconds, file.calls, strict=True):
-        if isinstance(work, Op) and holds_several(work.kind) and call:
+        if isinstance(work, Op) and work.kind in SEVERAL and call:
             continue  # some calls of that kind take another time
         if isinstance(work, Op):
             profile.add_op(work, file.busy, seconds, host_seconds)
         else:
-            profile.add_collective(work, _fabric_of(file, profile.fabric), seconds)
+            links = file.box.links if file.box else profile.fabric
+            if links is None:
+                raise TraceError(
+                    f"{file.path}: the fabric on which its collectives were measured must be known, got hardware "
+                    "without a usual fabric, and no single fabric in the jobs of the runs: state [cluster] fabric in "
+                    "these jobs"
+                )
+            profile.add_collective(work, links, seconds)
     facts = dict(file.hardware)
     shares = [table["memory_bytes"] for table in (profile.facts, facts) if "memory_bytes" in table]
     if shares:  # ranks of a CPU share its memory: the fact is a rank's share while all of them run
@@ -271,45 +258,28 @@ def fill_from_traces(profile: Profile, runs: Iterable[MeasuredRun]) -> list[str]
     return sorted({work.kind for work, _, _ in found})
 
 
-@dataclass(frozen=True)
-class MeanSegment:
-    """Executions of one segment of one run, averaged."""
-
-    program: Program  # what they have in common
-    slot_s: Array  # mean in-context seconds of each node, (n,), stalls cut off
-    busy: int  # devices that compute at once
-    run: str  # name of the run
-    repeats: int  # how many executions
-
-
 STALL = 2.5  # times the median of the same signature in the same run
 
 
-def average(segments: Sequence[TracedSegment]) -> list[MeanSegment]:
-    """One mean per distinct segment of each run.
+def average(segments: Sequence[TracedSegment]) -> list[tuple[TracedSegment, int]]:
+    """Each distinct segment of each run with the mean seconds of its nodes, and over how many executions it is.
 
-    A node that takes more than ``STALL`` times the median of its signature in the run was interrupted by something
-    that is no part of the job; it is cut to that.
+    A node that takes more than ``STALL`` times the median of its signature (and share) in the run was interrupted by
+    something that is no part of the job; it is cut to that.
     """
-    medians = _medians(segments)
+    known: dict[tuple[str, Op | Collective, float], list[float]] = {}
     groups: dict[tuple[object, ...], list[TracedSegment]] = {}
     for segment in segments:
         groups.setdefault((segment.run, segment.busy, segment.program.digest_key), []).append(segment)
-    means = []
-    for group in groups.values():
-        first = group[0]
-        middle = np.array([medians.get((first.run, node.work, node.share), np.nan) for node in first.program.nodes])
-        slots = np.stack([segment.slot_s for segment in group])
-        mean = np.clip(slots, middle / STALL, middle * STALL).mean(axis=0)  # NaN if it is unknown
-        means.append(MeanSegment(first.program, mean, first.busy, first.run, len(group)))
-    return means
-
-
-def _medians(segments: Sequence[TracedSegment]) -> dict[tuple[str, Op | Collective, float], float]:
-    """Median seconds of each signature (and share) of each run."""
-    found: dict[tuple[str, Op | Collective, float], list[float]] = {}
-    for segment in segments:
         for node, seconds in zip(segment.program.nodes, segment.slot_s.tolist(), strict=True):
             if not np.isnan(seconds):
-                found.setdefault((segment.run, node.work, node.share), []).append(seconds)
-    return {key: float(np.median(values)) for key, values in found.items()}
+                known.setdefault((segment.run, node.work, node.share), []).append(seconds)
+    medians = {key: float(np.median(values)) for key, values in known.items()}
+    means = []
+    for group in groups.values():
+        run, nodes = group[0].run, group[0].program.nodes
+        middle = np.array([medians.get((run, node.work, node.share), np.nan) for node in nodes])
+        slots = np.stack([segment.slot_s for segment in group])
+        mean = np.clip(slots, middle / STALL, middle * STALL).mean(axis=0)  # NaN if it is unknown
+        means.append((replace(group[0], slot_s=mean), len(group)))
+    return means

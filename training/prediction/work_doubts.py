@@ -13,11 +13,12 @@ from stepsight.training.collectives.collective_models import label_of
 from stepsight.training.corrections.calibration import JobCorrection
 from stepsight.training.corrections.intervals import (
     MEAN_TO_HALF,
+    MOST_LOG,
     ROOFLINE_LOG,
+    UNSUPPORTED_LOG,
     Intervals,
     NodeDoubts,
     class_of,
-    outside_half,
     uncalibrated_ends,
 )
 from stepsight.training.kernels.kernel_models import label
@@ -65,7 +66,7 @@ class WorkDoubts:
             errors = predictor.kernel.regressor.errors if isinstance(work, Op) else predictor.collective.errors
             half = MEAN_TO_HALF * errors[family] if family in errors else ROOFLINE_LOG
         outside = predictor.unsupported(work, self._simulation.job.fabric)
-        return outside_half(half) if outside else half
+        return min(half + UNSUPPORTED_LOG, MOST_LOG) if outside else half
 
 
 def interval_ends(

@@ -10,19 +10,17 @@ allows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.codec import IF_SET, UNSAVED, Saved
-from stepsight.training.corrections.corrector import LENGTHS, Neighbours, Support, faded, fit_neighbours
+from stepsight.training.corrections.corrector import LENGTHS, Neighbours, Support, faded, fit_neighbours, rows_by
 from stepsight.training.regression.trees import MANY_ROWS, MIN_ROWS, Trees, fit_trees
 
 Array = NDArray[np.float64]
-H = TypeVar("H", bound=Hashable)
 Key = tuple[str, tuple[float, ...], float]
 
 FOLDS = 5
@@ -68,14 +66,6 @@ class SignatureRows:
         return np.array([np.append(self.positions[i], np.log(self.busy[i])) for i in index], float)
 
 
-def rows_by(labels: Iterable[H]) -> dict[H, NDArray[np.int64]]:
-    """Numbers of the rows with each label."""
-    groups: dict[H, list[int]] = {}
-    for index, label in enumerate(labels):
-        groups.setdefault(label, []).append(index)
-    return {label: np.array(rows, dtype=np.int64) for label, rows in groups.items()}
-
-
 @dataclass(frozen=True)
 class Regressor(Saved):
     """Fitted layers; see the module."""
@@ -119,8 +109,7 @@ class Regressor(Saved):
 
     def with_share(self, share: float) -> Regressor:
         """Copy with trees weighted by ``share``; without trees if it is 0."""
-        trees = {family: replace(model, share=share) for family, model in self.trees.items() if share}
-        return replace(self, trees=trees)
+        return replace(self, trees={family: replace(of, share=share) for family, of in self.trees.items() if share})
 
     def excess(self, kind: str, position: Array) -> float:
         """Distance of a position from the measured range, in log units summed over axes; 0 within."""
@@ -228,7 +217,11 @@ def _choose(rows: SignatureRows, seconds: Array, bounds: Mapping[str, Bounds], s
 
     A table of many rows is left to its trees: physics alone is far behind, and neighbours take a part of it at most.
     """
-    folds = _folds(rows, seed)
+    keys = [rows.key(index)[:2] for index in range(len(rows))]  # all rows of one signature share a fold
+    distinct = sorted(set(keys))
+    shuffled = np.random.default_rng(seed).permutation(len(distinct))
+    fold_of = {distinct[place]: turn % FOLDS for turn, place in enumerate(shuffled)}
+    folds = np.array([fold_of[key] for key in keys], dtype=np.int64)
     many = len(rows) >= MANY_ROWS
     shares = (1.0,) if many else TREE_SHARES if len(rows) >= MIN_ROWS else (0.0,)
     lengths = LENGTHS[:1] if many else LENGTHS
@@ -263,15 +256,6 @@ def _choose(rows: SignatureRows, seconds: Array, bounds: Mapping[str, Bounds], s
         if best[0] == share or np.abs(off[share, own]).mean() < np.abs(off[best]).mean() * (1 - MIN_GAIN):
             best = (share, own)
     return (*best, off[best])
-
-
-def _folds(rows: SignatureRows, seed: int) -> NDArray[np.int64]:
-    """Fold of each row; all rows of one signature share a fold."""
-    keys = [rows.key(index)[:2] for index in range(len(rows))]
-    distinct = sorted(set(keys))
-    shuffled = np.random.default_rng(seed).permutation(len(distinct))
-    fold_of = {distinct[place]: turn % FOLDS for turn, place in enumerate(shuffled)}
-    return np.array([fold_of[key] for key in keys], dtype=np.int64)
 
 
 Objective = Callable[[Array], tuple[float, Array, Array]]
@@ -317,7 +301,8 @@ def robust_loss(residuals: Callable[[Array], tuple[Array, Array]], prior: Array,
 
 NOISE = 0.05  # deviation of log-seconds between repeated measurements
 HUBER = 2.0  # residuals beyond this many deviations count linearly
-CONSTANT_PRIOR_STD = 2.0  # log units
+PRIOR_STD = 2.0  # of constants, log units
+STEPS = 80
 BUSY_PRIOR_STD = 0.5
 LONGEST_STEP = 1.5  # log units
 SHARPNESS = 6.0  # smooth maximum: the power of a norm
@@ -385,14 +370,7 @@ class Physics(Saved):
 
 
 def fit_physics(
-    terms: Array,
-    busy: Array,
-    seconds: Array,
-    bounds: Bounds,
-    steps: int = 80,
-    *,
-    noise: float = NOISE,
-    prior_std: float = CONSTANT_PRIOR_STD,
+    terms: Array, busy: Array, seconds: Array, bounds: Bounds, *, noise: float = NOISE, prior_std: float = PRIOR_STD
 ) -> Physics:
     """Robust maximum a posteriori by projected Levenberg-Marquardt: ``terms`` are physical quantities, ``(rows,
     terms)``, ``busy`` devices that compute at once and ``seconds`` measured, ``(rows,)``; ``noise`` and ``prior_std``
@@ -412,5 +390,5 @@ def fit_physics(
         return (np.log(total) - wanted) / noise, np.concatenate([shares, shares * log_busy], axis=1) / noise
 
     # A measured latency may lie outside its bounds.
-    theta = minimise(robust_loss(residuals, prior, stds), prior, low, high, longest=LONGEST_STEP, steps=steps)
+    theta = minimise(robust_loss(residuals, prior, stds), prior, low, high, longest=LONGEST_STEP, steps=STEPS)
     return Physics(theta[:count], theta[count:], bounds.overlapping)

@@ -16,6 +16,7 @@ from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements
 from stepsight.training.collectives.between_nodes import UNFITTED, fit_between_nodes
 from stepsight.training.collectives.collective_models import CollectiveModel, fit_collectives, label_of
+from stepsight.training.corrections.corrector import rows_by
 from stepsight.training.kernels.kernel_models import (
     MAX_LOG_RATIO,
     MIN_LOG_RATIO,
@@ -24,7 +25,6 @@ from stepsight.training.kernels.kernel_models import (
     base_of,
     fit_kernels,
 )
-from stepsight.training.regression.regressor import rows_by
 
 Array = NDArray[np.float64]
 

@@ -14,13 +14,13 @@ from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.run_folder import read_event_file
 from stepsight.dataset.runs.run_manifest import SCHEMA
 from stepsight.training.kernels.host_calls import (
+    USUAL_LOOPS,
     USUAL_S,
     HostCalls,
     fit_host_calls,
     fit_loops,
     loop_seconds,
     loop_terms,
-    usual_loops,
 )
 from stepsight.training.measured.imported_ops import HostStep, learn_host_calls
 from stepsight.training.measured.measured import calls_alone
@@ -36,9 +36,9 @@ def _ops(count: int) -> list[Op]:
 def test_constants_are_found_again() -> None:
     """Seconds of a machine that is twice as slow are learned from its calls."""
     taught, asked = _ops(200)[:150], _ops(200)[150:]
-    seconds = 2 * loop_seconds(usual_loops(), taught)
+    seconds = 2 * loop_seconds(USUAL_LOOPS, taught)
     learned = fit_loops(loop_terms(taught), seconds)
-    assert np.abs(np.log(loop_seconds(learned, asked) / loop_seconds(usual_loops(), asked) / 2)).mean() < 0.05
+    assert np.abs(np.log(loop_seconds(learned, asked) / loop_seconds(USUAL_LOOPS, asked) / 2)).mean() < 0.05
 
 
 def test_a_host_takes_its_loops_by_their_own_physics() -> None:
@@ -54,13 +54,13 @@ def test_a_host_takes_its_loops_by_their_own_physics() -> None:
 def test_steps_with_fused_loops_teach_their_constants() -> None:
     """A machine whose fused loops take twice as long is learned from its steps, also for loops that it never ran."""
     taught, (asked,) = _ops(40)[:39], _ops(41)[40:]
-    seconds = 2 * loop_seconds(usual_loops(), taught)
+    seconds = 2 * loop_seconds(USUAL_LOOPS, taught)
     add = Op("add", (4096,), "fp32")
     ops, calls = (*taught, add), (*(f"cpp_fused_{k}" for k in range(39)), "aten::add")
     phases = np.zeros(40, dtype=np.int64)
     step = HostStep("s", ops, calls, phases, np.append(seconds, 1e-5), float(seconds.sum() + 2e-5))
     host = learn_host_calls([step])
-    assert 1.5 < loop_seconds(host.loops, [asked])[0] / loop_seconds(usual_loops(), [asked])[0] < 2.5
+    assert 1.5 < loop_seconds(host.loops, [asked])[0] / loop_seconds(USUAL_LOOPS, [asked])[0] < 2.5
 
 
 SIZES = [2**power for power in range(10, 18)]

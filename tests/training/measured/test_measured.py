@@ -43,15 +43,15 @@ def _segment(slots: np.ndarray, run: str = "r") -> TracedSegment:
 
 def test_executions_of_one_segment_are_averaged() -> None:
     one, two = np.full(8, 1e-4), np.full(8, 2e-4)
-    (mean,) = average([_segment(one), _segment(two)])
-    assert mean.repeats == 2
+    ((mean, repeats),) = average([_segment(one), _segment(two)])
+    assert repeats == 2
     assert mean.slot_s == pytest.approx(np.full(8, 1.5e-4))
 
 
 def test_an_interruption_is_cut_to_a_few_medians_of_its_signature() -> None:
     slots = np.tile([1e-4, 3e-4], 4)
     slots[2] = 50e-3
-    (mean,) = average([_segment(slots)])
+    ((mean, _),) = average([_segment(slots)])
     assert mean.slot_s[2] == pytest.approx(STALL * 1e-4)
     assert np.delete(mean.slot_s, 2) == pytest.approx(np.delete(slots, 2))
 
