@@ -84,14 +84,12 @@ def overlap_of(steps: Sequence[StepWorks]) -> Overlap | None:
     weight = np.concatenate([*weights, np.zeros(0)])
     if len(weight) < FEWEST_BESIDE or weight.sum() < LEAST_BESIDE_S:
         return None
-    share, slowdown = (_weighted_median(np.concatenate(each), weight) for each in (shares, ratios))
-    return Overlap(float(np.clip(share, 0.0, 1.0)), len(weight), float(weight.sum()), slowdown)
-
-
-def _weighted_median(values: Floats, weights: Floats) -> float:
-    order = np.argsort(values)
-    total = np.cumsum(weights[order])
-    return float(values[order][np.searchsorted(total, total[-1] / 2)])
+    medians = []
+    for values in map(np.concatenate, (shares, ratios)):
+        order = np.argsort(values)
+        total = np.cumsum(weight[order])
+        medians.append(float(values[order][np.searchsorted(total, total[-1] / 2)]))
+    return Overlap(float(np.clip(medians[0], 0.0, 1.0)), len(weight), float(weight.sum()), medians[1])
 
 
 def _usual(keys: NDArray[np.int64], values: Floats, chosen: NDArray[np.bool_]) -> Floats:
@@ -129,22 +127,16 @@ def launches_in_traces(runs: Sequence[MeasuredRun], per_event_s: float) -> dict[
     """Host seconds of a launch by kind, mean over runs; ``per_event_s``: what the profiler takes for a call."""
     found: dict[str, list[float]] = {}
     for run in runs:
-        for kind, (seconds, units) in _by_kind(run, per_event_s).items():
+        kinds: dict[str, list[tuple[float, float]]] = {}  # each launch, and its weight relative to its kind's launch
+        for segment in (segment for segment in run.segments if segment.launch_s.any()):
+            less = np.maximum(segment.launch_s - per_event_s * segment.launch_events, 0.0)
+            for node, launch in zip(segment.program.nodes, less.tolist(), strict=True):
+                kinds.setdefault(node.work.kind, []).append((launch, launch_units(node.work)))
+        for kind, launches in kinds.items():
+            seconds, units = np.array(launches).T
             kept = seconds <= _STALL * np.median(seconds)
             found.setdefault(kind, []).append(float(seconds[kept].sum() / units[kept].sum()))
     return {kind: max(float(np.mean(values)), _LEAST_S) for kind, values in sorted(found.items())}
-
-
-def _by_kind(run: MeasuredRun, per_event_s: float) -> dict[str, tuple[Floats, Floats]]:
-    """Host seconds of each launch, and its weight relative to its kind's launch, by kind."""
-    kinds: dict[str, list[tuple[float, float]]] = {}
-    for segment in run.segments:
-        if not segment.launch_s.any():
-            continue
-        seconds = np.maximum(segment.launch_s - per_event_s * segment.launch_events, 0.0)
-        for node, launch in zip(segment.program.nodes, seconds.tolist(), strict=True):
-            kinds.setdefault(node.work.kind, []).append((launch, launch_units(node.work)))
-    return {kind: (pairs[:, 0], pairs[:, 1]) for kind, pairs in ((k, np.array(v)) for k, v in kinds.items())}
 
 
 def launches_alone(ops: Sequence[Op], seconds: Sequence[float]) -> dict[str, float]:
@@ -183,43 +175,35 @@ MOST_HOST_S = 0.05
 CLEAR_S = 2e-3  # by which a message was ready earlier where a rank certainly did not wait for it
 
 
-def measured(step: dict[str, Any], track: Track) -> tuple[Floats, Floats]:
-    """Start and end of every action of a track in one recorded step, from the first start, ``(num_actions,)``."""
-    start, end = np.empty((2, track.num_actions))
-    for rank, rows in enumerate(step["ranks"]):
-        own = np.flatnonzero(track.stage == rank)
-        fields = (track.kind[own], track.part[own], track.micro_batch[own])
-        expected = [(KIND_NAMES[k], p, m) for k, p, m in zip(*(field.tolist() for field in fields), strict=True)]
-        got = [(kind, part, micro) for kind, part, micro, _, _ in rows]
-        if got != expected:
-            raise ValueError(f"rank {rank} must run the schedule's actions in order, got {got} for {expected}")
-        start[own], end[own] = [row[3] for row in rows], [row[4] for row in rows]
-    return start - start.min(), end - start.min()
-
-
 def fit_host(records: Sequence[tuple[Job, dict[str, Any]]]) -> tuple[float, float]:
-    """Seconds of the runtime's host before each action, and to post a side of a message; 0 where nothing tells."""
+    """Seconds of the runtime's host before each action, and to post a side of a message; 0 where nothing tells.
+
+    Intercept and slope through the medians of gaps with as many posts; neither is negative.
+    """
     gaps: Gaps = []
     for job, step in records:
         p = job.parallel
         track = find_track(p.schedule, p.pp, job.num_micro_batches, p.virtual_stages, runtime=p.runtime or "torch")
-        stages = [step["spans"][stage * p.tp * p.dp] for stage in range(p.pp)]  # of the first replica
-        rows = [[(KINDS[label], *span) for label, *span in spans if label in KINDS] for spans in stages]
-        start, end = measured({"ranks": rows}, track)
-        gaps += _gaps_without_waits(track, start, end)
+        start, end = np.empty((2, track.num_actions))
+        for rank in range(p.pp):
+            spans = step["spans"][rank * p.tp * p.dp]  # of the first replica
+            rows = [(KINDS[label], *span) for label, *span in spans if label in KINDS]
+            own = np.flatnonzero(track.stage == rank)
+            fields = (field[own].tolist() for field in (track.kind, track.part, track.micro_batch))
+            expected = [(KIND_NAMES[kind], part, micro) for kind, part, micro in zip(*fields, strict=True)]
+            got = [(kind, part, micro) for kind, part, micro, _, _ in rows]
+            if got != expected:
+                raise ValueError(f"rank {rank} must run the schedule's actions in order, got {got} for {expected}")
+            start[own], end[own] = [row[3] for row in rows], [row[4] for row in rows]
+        gaps += _gaps_without_waits(track, start - start.min(), end - start.min())
     if len(gaps) < FEWEST_GAPS:
         return 0.0, 0.0
-    host_action_s, host_message_s = _line(np.array(gaps))
-    return min(host_action_s, MOST_HOST_S), min(host_message_s, MOST_HOST_S)
-
-
-def _line(points: NDArray[np.float64]) -> tuple[float, float]:
-    """Intercept and slope through the medians of ``(x, y)`` at every x; neither is negative."""
-    values, count = np.unique(points[:, 0], return_counts=True)
+    posts, seconds = np.array(gaps).T
+    values, count = np.unique(posts, return_counts=True)
     values = values[count >= 5] if (count >= 5).any() else values
-    middles = np.array([np.median(points[points[:, 0] == value, 1]) for value in values])
+    middles = np.array([np.median(seconds[posts == value]) for value in values])
     slope = max(0.0, float(np.polyfit(values, middles, 1)[0])) if len(values) > 1 else 0.0
-    return max(0.0, float(np.mean(middles - slope * values))), slope
+    return min(max(0.0, float(np.mean(middles - slope * values))), MOST_HOST_S), min(slope, MOST_HOST_S)
 
 
 def _gaps_without_waits(track: Track, start: Floats, end: Floats) -> Gaps:

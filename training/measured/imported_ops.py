@@ -11,7 +11,8 @@ held back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -79,7 +80,12 @@ def host_step(graphs: GraphTable, places: Sequence[int]) -> HostStep | None:
         return None
     places = [place for place in places if about["rank"][place] == min(ranks)]
     steps = [_Step.of(graphs.select([place])) for place in places]
-    alike = _alike(steps)
+    # Steps with the most common sequence of ops; without a slow last one, which an observer may have slowed.
+    spans = [step.span_s for step in steps]
+    slow = len(steps) > 1 and spans[-1] > _SLOWED * float(np.median(spans[:-1]))
+    sequences = [step.works for step in (steps[:-1] if slow else steps)]
+    usual = max(set(sequences), key=sequences.count, default=())
+    alike = [number for number, each in enumerate(sequences) if each == usual and usual]
     if not alike:
         return None
     step_s = timed_s.pop()
@@ -128,15 +134,6 @@ class _Step:
         )
 
 
-def _alike(steps: Sequence[_Step]) -> list[int]:
-    """Steps with the most common sequence of ops; without a slow last one, which an observer may have slowed."""
-    spans = [step.span_s for step in steps]
-    slow = len(steps) > 1 and spans[-1] > _SLOWED * float(np.median(spans[:-1]))
-    works = [step.works for step in (steps[:-1] if slow else steps)]
-    usual = max(set(works), key=works.count, default=())
-    return [step for step, each in enumerate(works) if each == usual and usual]
-
-
 _STEP = Bounds(  # scale of all calls; seconds between calls by phase; seconds of every step
     prior=np.array([1.0, 5e-6, 3e-6, 2e-6, 3e-4]),
     low=np.array([0.8, 1e-8, 1e-8, 1e-8, 1e-6]),
@@ -163,21 +160,15 @@ def learn_host_calls(steps: Sequence[HostStep], alone: Alone | None = None, seed
     calls = [(*key, float(np.median(values))) for key, values in distinct.items()]
     found = fit_host_calls([each for each in calls if each[1].kind != FUSED] or calls, seed)
     inside = {key: float(np.median(values)) for key, values in known.items()}
-    scale, gaps_s, step_s = _between(steps)
-    learned = replace(found, known=inside, alone=alone or {}, scale=scale, gaps_s=gaps_s, step_s=step_s)
+    terms = np.array([[step.op_s.sum(), *step.counts(), 1.0] for step in steps])
+    measured = np.array([step.step_s for step in steps])
+    between = fit_physics(terms, np.ones(len(steps)), measured, _STEP, noise=_NOISE, prior_std=1.0)
+    scale, *gaps, step_s = np.exp(between.log_constants).tolist()
+    learned = replace(found, known=inside, alone=alone or {}, scale=scale, gaps_s=tuple(gaps), step_s=step_s)
     loops = {op: seconds for (_, op), seconds in inside.items() if op.kind == FUSED}
     if loops:
         learned = replace(learned, loops=fit_loops(loop_terms(list(loops)), np.array(list(loops.values()))))
     return replace(learned, contention=Contention(learn_contention(together, learned)))
-
-
-def _between(steps: Sequence[HostStep]) -> tuple[float, tuple[float, ...], float]:
-    """The time between calls: ``scale``, ``gaps_s`` and ``step_s`` of ``HostCalls``."""
-    terms = np.array([[step.op_s.sum(), *step.counts(), 1.0] for step in steps])
-    measured = np.array([step.step_s for step in steps])
-    fitted = fit_physics(terms, np.ones(len(steps)), measured, _STEP, noise=_NOISE, prior_std=1.0)
-    scale, *gaps, rest = np.exp(fitted.log_constants).tolist()
-    return scale, tuple(gaps), rest
 
 
 LEAST_S = 5e-5  # of a call that is compared: shorter ones are mostly the profiler's own time
@@ -185,11 +176,8 @@ LEAST_RUNS = 3  # for holding some back; fewer runs teach one factor
 PRIOR = 0.5  # of the median family's seconds, which draw a family's factor to that of all calls
 
 
-class _Run(NamedTuple):
-    """Seconds of a run's calls by family: as one rank takes them alone, and beside other ranks."""
-
-    alone: Mapping[str, float]
-    beside: Mapping[str, float]
+# Seconds of a run's calls by family: as one rank takes them alone, and beside other ranks.
+_Run = tuple[dict[str, float], dict[str, float]]
 
 
 def learn_contention(steps: Sequence[HostStep], costs: HostCalls) -> dict[str, float]:
@@ -198,67 +186,41 @@ def learn_contention(steps: Sequence[HostStep], costs: HostCalls) -> dict[str, f
     ``steps``: of runs whose host several ranks shared.  ``costs``: learned from runs of one rank; only calls that these
     measured are compared.
     """
-    runs = [run for step in steps if (run := _compared(step, costs)).alone]
-    if not runs:
+    runs: list[_Run] = []
+    for step in steps:
+        alone, beside = defaultdict[str, float](float), defaultdict[str, float](float)
+        for call, op, seconds in zip(step.calls, step.ops, step.op_s.tolist(), strict=True):
+            usual = costs.known.get((call_label(call, op), op), 0.0)
+            if usual >= LEAST_S and seconds > 0:
+                alone[op.family] += usual
+                beside[op.family] += seconds
+        runs += [(alone, beside)] if alone else []
+    form = 1
+    if len(runs) >= LEAST_RUNS:
+        errors = np.zeros((3, len(runs)))  # |log| errors of all compared calls of each run, held back
+        for form, place in np.ndindex(errors.shape):
+            factors, run = _factors([*runs[:place], *runs[place + 1 :]], form), runs[place]
+            predicted = [seconds * factors.get(name, factors.get("", 1.0)) for name, seconds in run[0].items()]
+            errors[form, place] = abs(np.log(sum(predicted) / sum(run[1].values())))
+        worse = errors - errors[np.argmin(errors.mean(axis=1))]
+        form = int(np.argmax(worse.mean(axis=1) <= worse.std(axis=1, ddof=1) / np.sqrt(len(runs))))
+    found = _factors(runs, form) if runs else {}
+    return found if any(factor > 1.0 for factor in found.values()) else {}
+
+
+def _factors(runs: Sequence[_Run], form: int) -> dict[str, float]:
+    """Factors by runs; ``form``: 0 none, 1 that of all calls, 2 one of each family, drawn to that of all calls."""
+    if not form:
         return {}
-    if len(runs) < LEAST_RUNS:
-        return _without_ones(_one_factor(runs))
-    errors = np.array(
-        [
-            [_error(run, fit([*runs[:place], *runs[place + 1 :]])) for place, run in enumerate(runs)]
-            for fit in (_nothing, _one_factor, _by_family)
-        ]
-    )
-    best = errors[np.argmin(errors.mean(axis=1))]
-    for own, fit in zip(errors, (_nothing, _one_factor, _by_family), strict=True):
-        worse = own - best
-        if worse.mean() <= worse.std(ddof=1) / np.sqrt(len(runs)):
-            return _without_ones(fit(runs))
-    return {}
-
-
-def _compared(step: HostStep, costs: HostCalls) -> _Run:
-    alone: dict[str, float] = {}
-    beside: dict[str, float] = {}
-    for call, op, seconds in zip(step.calls, step.ops, step.op_s.tolist(), strict=True):
-        usual = costs.known.get((call_label(call, op), op), 0.0)
-        if usual >= LEAST_S and seconds > 0:
-            alone[op.family] = alone.get(op.family, 0.0) + usual
-            beside[op.family] = beside.get(op.family, 0.0) + seconds
-    return _Run(alone, beside)
-
-
-def _nothing(runs: Sequence[_Run]) -> dict[str, float]:
-    return {}
-
-
-def _one_factor(runs: Sequence[_Run]) -> dict[str, float]:
-    return {"": _bounded(float(np.median([sum(run.beside.values()) / sum(run.alone.values()) for run in runs])))}
-
-
-def _by_family(runs: Sequence[_Run]) -> dict[str, float]:
-    usual = _one_factor(runs)[""]
-    names = sorted({name for run in runs for name in run.alone})
-    alone = {name: sum(run.alone.get(name, 0.0) for run in runs) for name in names}
-    beside = {name: sum(run.beside.get(name, 0.0) for run in runs) for name in names}
-    prior = PRIOR * float(np.median(list(alone.values())))
-    found = {name: _bounded((beside[name] + prior * usual) / (alone[name] + prior)) for name in names}
-    return {"": usual, **found}
-
-
-def _error(run: _Run, factors: Mapping[str, float]) -> float:
-    """|log| error of all compared calls of a run."""
-    usual = factors.get("", 1.0)
-    predicted = sum(seconds * factors.get(name, usual) for name, seconds in run.alone.items())
-    return abs(float(np.log(predicted / sum(run.beside.values()))))
-
-
-def _bounded(factor: float) -> float:
-    return min(max(factor, 1.0), MOST_CROWDED)
-
-
-def _without_ones(factors: dict[str, float]) -> dict[str, float]:
-    return factors if any(factor > 1.0 for factor in factors.values()) else {}
+    usual = float(np.median([sum(beside.values()) / sum(alone.values()) for alone, beside in runs]))
+    found = {"": min(max(usual, 1.0), MOST_CROWDED)}
+    if form == 2:
+        names = sorted({name for alone, _ in runs for name in alone})
+        alone, beside = ([sum(run[part].get(name, 0.0) for run in runs) for name in names] for part in (0, 1))
+        prior = PRIOR * float(np.median(alone))
+        for name, least, most in zip(names, alone, beside, strict=True):
+            found[name] = min(max((most + prior * found[""]) / (least + prior), 1.0), MOST_CROWDED)
+    return found
 
 
 HELDOUT = "heldout"  # role of runs that judge: they never train
@@ -294,7 +256,12 @@ def read_imported_segments(folders: Iterable[Path], hardware: str = "") -> list[
     """Read imported runs, except those that judge; one on another hardware than named is a ``TraceError``."""
     runs = [run for run in map(read_imported, folders) if run.role != HELDOUT]
     for run in runs:
-        _check_hardware(run.hardware, hardware, run.folder)
+        known = hardware in reported_devices().values() or run.hardware in reported_devices()
+        if hardware and run.hardware != "cpu" and known and device_name(run.hardware) != hardware:
+            raise TraceError(
+                f"every run must be on the predictor's hardware: the device must be {hardware!r:.80}, got "
+                f"{run.hardware!r:.80} in {run.folder}"
+            )
     found = read_graphs([run.folder for run in runs], ("segment", "step"))
     return [
         ImportedSegments(run.folder, run.name, run.hardware or "cuda", run.job, graphs.segments, *graphs[1:])
@@ -317,15 +284,6 @@ def imported_times(runs: Iterable[ImportedSegments]) -> ImportedTimes:
                 elif work.num_bytes > 0 and inside > 0:
                     found.collectives.setdefault(work, []).append(inside)
     return found
-
-
-def _check_hardware(traced: str, hardware: str, folder: Path) -> None:
-    known = hardware in reported_devices().values() or traced in reported_devices()
-    if hardware and traced != "cpu" and known and device_name(traced) != hardware:
-        raise TraceError(
-            f"every run must be on the predictor's hardware: the device must be {hardware!r:.80}, got "
-            f"{traced!r:.80} in {folder}"
-        )
 
 
 class RunGraphs(NamedTuple):

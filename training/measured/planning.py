@@ -193,7 +193,18 @@ def sleeps_of(job: Job, latency: LatencyModel) -> dict[str, Any]:
               and node.work.kind == "adamw"] for at in lowered.optimizer.tolist()]  # fmt: skip
     wanted = sorted({*ops, *(op for own in steps for op in own)}, key=str)
     seconds = dict(zip(wanted, latency.op_seconds(wanted).tolist(), strict=True))
-    made = [_block(block, seconds) for _, block in blocks.values()]
+
+    def items(some: Sequence[Item]) -> list[list[Any]]:
+        return [_item(item, seconds) for item in some if not (isinstance(item, Op) and not item.record.slept)]
+
+    made: list[list[dict[str, Any]]] = [
+        [
+            {"forward": items(step.forward), "backward": items(step.backward), "weight": items(step.weight_grad),
+             "parameters": list(step.parameters), "weight_first": step.weight_grad_first}
+            for step in block
+        ]
+        for _, block in blocks.values()
+    ]  # fmt: skip
     for number, block in enumerate(made):
         total = sum(item[4] for step in block for key in ("forward", "backward", "weight") for item in step[key]
                     if item[0] == "op")  # fmt: skip
@@ -227,23 +238,6 @@ def paces(job: Job) -> list[float]:
     """The slowdown of each rank relative to the others."""
     slow = {straggler.rank: straggler.slowdown for straggler in job.cluster.stragglers}
     return [slow.get(rank, 1.0) for rank in range(job.cluster.num_devices)]
-
-
-def _block(block: Block, seconds: dict[Op, float]) -> list[dict[str, Any]]:
-    return [
-        {
-            "forward": _items(step.forward, seconds),
-            "backward": _items(step.backward, seconds),
-            "weight": _items(step.weight_grad, seconds),
-            "parameters": list(step.parameters),
-            "weight_first": step.weight_grad_first,
-        }
-        for step in block
-    ]
-
-
-def _items(items: Sequence[Item], seconds: dict[Op, float]) -> list[list[Any]]:
-    return [_item(item, seconds) for item in items if not (isinstance(item, Op) and not item.record.slept)]
 
 
 def _item(item: Item, seconds: dict[Op, float]) -> list[Any]:
