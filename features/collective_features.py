@@ -212,7 +212,13 @@ def choice_terms(collectives: Sequence[Collective], links: Array) -> Array:
         return _message(layout)
     if record.route == "direct":
         return _direct(layout)
-    return _around(layout, record.passes, record.trees)
+    protocols = (LL, LL128, SIMPLE)
+    choices = [_ring(layout, record.passes, record.trees, protocol) for protocol in protocols]
+    if record.trees:  # collectives that sum
+        choices += [*(_tree(layout, protocol) for protocol in protocols), _nvls_tree(layout)]
+    elif record.passes == 1:
+        choices.append(_pat(layout))
+    return np.stack(choices, axis=1)
 
 
 class _Layout:
@@ -264,17 +270,6 @@ def _direct(layout: _Layout) -> Array:
     between = core * layout.num_bytes * (1 - 1 / layout.nodes) / layout.far_bandwidth
     within = layout.num_bytes * (layout.near - 1) / layout.ranks / layout.near_bandwidth
     return layout.terms(DIRECT_CALL, latency, peers, between, within)[:, None]
-
-
-def _around(layout: _Layout, passes: float, trees: bool) -> Array:
-    """Choices of ring collectives; those that sum (``trees``) can also use trees."""
-    choices = [_ring(layout, passes, trees, protocol) for protocol in (LL, LL128, SIMPLE)]
-    if trees:
-        choices += [_tree(layout, protocol) for protocol in (LL, LL128, SIMPLE)]
-        choices.append(_nvls_tree(layout))
-    elif passes == 1:
-        choices.append(_pat(layout))
-    return np.stack(choices, axis=1)
 
 
 def _ring(layout: _Layout, passes: float, trees: bool, protocol: int) -> Array:

@@ -164,15 +164,11 @@ def join(parts: list[Topology]) -> Topology:
     """Several programs as one topology without edges between them."""
     nodes = np.cumsum([0, *(part.num_nodes for part in parts)])
     streams = np.cumsum([0, *(part.num_streams for part in parts)])
-    return Topology(
-        int(nodes[-1]),
-        {
-            relation: np.concatenate(
-                [np.zeros((2, 0), np.int64), *(p.edges[relation] + n for p, n in zip(parts, nodes, strict=False))],
-                axis=1,
-            )
-            for relation in RELATIONS
-        },
-        np.concatenate([np.zeros(0, np.int64), *(p.stream + s for p, s in zip(parts, streams, strict=False))]),
-        int(streams[-1]),
-    )
+    edges = {relation: [np.zeros((2, 0), np.int64)] for relation in RELATIONS}
+    stream = [np.zeros(0, np.int64)]
+    for part, node, first in zip(parts, nodes, streams, strict=False):
+        stream.append(part.stream + first)
+        for relation, found in edges.items():
+            found.append(part.edges[relation] + node)
+    joined = {relation: np.concatenate(found, axis=1) for relation, found in edges.items()}
+    return Topology(int(nodes[-1]), joined, np.concatenate(stream), int(streams[-1]))

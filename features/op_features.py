@@ -110,15 +110,6 @@ def op_terms(op: Op) -> tuple[float, ...]:
     return (1.0, op.flops, float(a * size), float(b * size), float(c * size), units)
 
 
-def _alignment(op: Op) -> int:
-    """Logarithm of the largest power of two, up to 64, that divides every aligned dim; 0 without any."""
-    kind = op.record
-    if not kind.aligned:
-        return 0
-    sizes = (size for name, size in zip(kind.dim_names, op.dims, strict=True) if name in kind.aligned)
-    return min(min((size & -size).bit_length() - 1, 6) for size in sizes)
-
-
 def op_features(
     ops: Sequence[Op],
     hardware: Hardware,
@@ -147,7 +138,9 @@ def op_features(
             np.log(roofline_seconds(op, hardware) + 1e-9),
         )
         row[_DIMS : _DIMS + len(op.dims)] = np.log1p(op.dims)
-        row[alignment] = _alignment(op)
+        kind = op.record  # the largest power of two, up to 64, that divides every aligned dim
+        sizes = [size for name, size in zip(kind.dim_names, op.dims, strict=True) if name in (kind.aligned or ())]
+        row[alignment] = min((min((size & -size).bit_length() - 1, 6) for size in sizes), default=0)
         row[alignment + 1 : -1] = tile_features(op, hardware.num_processors)
     return rows
 

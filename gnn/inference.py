@@ -6,7 +6,7 @@ Prediction must start fast, and a forward pass over a few hundred nodes is a han
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,9 +117,14 @@ class ContextNetwork:
         """A linear map of hidden states and of messages, a product for each: small ones run on one thread."""
         weight, bias = self.tensors[f"{name}.weight"].swapaxes(1, 2), self.tensors[f"{name}.bias"]
         found, width = bias[:, None], hidden.shape[2]
-        for place, heard in enumerate((hidden, *_messages(hidden, graph, self.relations))):
-            if heard is not None:
-                found = found + heard @ weight[:, place * width : (place + 1) * width]
+        stream = _mean(hidden, np.arange(graph.num_nodes), graph.stream, graph.num_streams)[:, graph.stream]
+        heard: list[Array | None] = [hidden, stream]  # None: no edges of a relation in a direction
+        for relation, near, far in directions(self.relations):
+            ends = graph.edges[relation]
+            heard.append(_mean(hidden, ends[far], ends[near], graph.num_nodes) if ends.size else None)
+        for place, each in enumerate(heard):
+            if each is not None:
+                found = found + each @ weight[:, place * width : (place + 1) * width]
         return np.asarray(found)
 
     def _linear(self, name: str, value: Array) -> Array:
@@ -224,15 +229,6 @@ def _of_table(config: dict[str, Any]) -> ContextNetwork:
 
 def _silu(value: Array) -> Array:
     return np.asarray(value / (1.0 + np.exp(-np.clip(value, -60, 60))))
-
-
-def _messages(hidden: Array, graph: Topology, relations: Sequence[str]) -> Iterator[Array | None]:
-    """What each node hears: the mean over its stream, and over each relation in each direction; None: no edges."""
-    stream = graph.stream
-    yield _mean(hidden, np.arange(graph.num_nodes), stream, graph.num_streams)[:, stream]
-    for relation, near, far in directions(relations):
-        ends = graph.edges[relation]
-        yield _mean(hidden, ends[far], ends[near], graph.num_nodes) if ends.size else None
 
 
 def _mean(hidden: Array, source: Ints, target: Ints, num_targets: int) -> Array:

@@ -28,18 +28,10 @@ class ServedModel:
     predictor: Predictor  # answers
 
     def predict(self, model_input: DataFrame, params: dict[str, Any] | None = None) -> DataFrame:
-        """Predict jobs.
+        """Predict jobs, a row for each, whose column ``job`` holds the job's tables as JSON.
 
-        Args:
-            model_input: A row for each job; its column ``job`` holds the job's tables as JSON.
-            params: None are known.
-
-        Returns:
-            A row for each job: seconds of an iteration, the 90 % interval, tokens per second and bytes of the fullest
-            stage, all as floats.
-
-        Raises:
-            JobError: If the column is missing, or a job breaks a rule.
+        Returns seconds of an iteration, the 90 % interval, tokens per second and bytes of the fullest stage, all as
+        floats.  Raises ``JobError`` if the column is missing, or a job breaks a rule.
         """
         import pandas
 

@@ -43,7 +43,7 @@ from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.context.examples import Measured, Taught, iteration_times, joined, measured_runs
 from stepsight.training.context.fit_context import ITERATION_WEIGHT, Example, fit_context, node_weights, op_error
 from stepsight.training.context.learn_context import AUTO, hold_back, standard_error
-from stepsight.training.fitting.train_runs import with_host, with_imported
+from stepsight.training.fitting.train_runs import with_measured
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.measured.imported_ops import read_graphs
 from stepsight.training.measured.measured import (
@@ -160,7 +160,7 @@ def _regressors(collections: Sequence[Path]) -> tuple[Predictor, list[Taught]]:
     imported = read_imported_runs(collections, name)
     profile = read_profiles(collections, find_fabric(usual_fabric(name)), imported)
     device = next((str(run.manifest.fingerprint.get("device", "cpu")) for run in runs), profile.device or "cpu")
-    hardware = with_imported(with_host(profile.hardware(name, device), runs), imported)
+    hardware = with_measured(profile.hardware(name, device), runs, imported)
     fill_from_traces(profile, runs)
     kernel = fit_kernels(profile.ops, profile.op_busy, np.array(profile.op_seconds), hardware, seed=0)
     collective = fit_collectives(profile.collectives, profile.fabrics, np.array(profile.collective_seconds), seed=0)

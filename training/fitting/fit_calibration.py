@@ -87,14 +87,13 @@ def fit_calibration(predictor: Predictor, rows: Sequence[TimedJob]) -> Calibrati
         constants = Constants.within(prior @ parts.T @ GaussianProcess(total, left).weights)
     logs, _ = _simulate(predictor, constants, rows)
     residual = Residual(tuple(likes), tuple((measured - logs).tolist()), spread, noise)
-    corrections = residual.log_factor(likes)
-    fit = CalibrationFit(predictor, GaussianProcess(total, first))
-    off, stds = fit.process.left_out([row.job for row in rows])
+    process = GaussianProcess(total, first)
+    off, stds = process.left_out([row.job for row in rows])
     width = conformal_quantile(np.abs(off / stds).tolist(), too_few=2 * NORMAL_WIDTH)
     width = min(max(NORMAL_WIDTH, width), MOST_WIDTH)  # of COVERAGE of jobs left out in turn, in deviations
-    left_log = off_by(measured - logs - corrections)
+    left_log = off_by(measured - logs - residual.log_factor(likes))
     calibration = replace(start, constants=constants, residual=residual, width=width, left_log=left_log)
-    return replace(fit, predictor=replace(predictor, calibration=calibration))
+    return CalibrationFit(replace(predictor, calibration=calibration), process)
 
 
 def off_by(logs: Array) -> float:

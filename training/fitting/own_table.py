@@ -88,9 +88,8 @@ def own_table(table: Measurements, hardware: Hardware, software: str = "", fabri
     if software and not any(_matches(table.software[index], software) for index in mine):
         known = ", ".join(sorted({table.software[index] for index in mine}))
         raise TableError(f"--software must match the software of some rows ({known:.400}), got {software!r:.80}")
-    skipped = Counter({f"rows of another device ({name})": count for name, count in Counter(table.device).items()})
-    for name in ("", hardware.name):
-        skipped.pop(f"rows of another device ({name})", None)
+    others = Counter(device for device in table.device if device not in ("", hardware.name))
+    skipped = Counter({f"rows of another device ({name})": count for name, count in others.items()})
     ops, named = _ops(table, mine, hardware, software, skipped)
     collectives, library = _collectives(table, mine, software, fabric, skipped)
     if not len(ops) and not len(collectives):
@@ -119,10 +118,8 @@ def find_own_hardware(table: Measurements, stated: str, like: str) -> Hardware:
             f"{', '.join(devices) or 'none'}"
         )
     found = find_hardware(canonical_hardware(devices[0]))
-    if found is None and like:
-        alike = find_hardware(like)
-        if alike is not None:
-            return replace(alike, name=devices[0], source=f"facts of {alike.name}, which it is said to be like")
+    if found is None and like and (alike := find_hardware(like)) is not None:
+        return replace(alike, name=devices[0], source=f"facts of {alike.name}, which it is said to be like")
     if found is None:
         raise TableError(
             f"unknown device {devices[0]!r:.80}: state its facts with --hardware FILE.toml, "
@@ -173,15 +170,8 @@ def _collectives(
         else:
             key = (work, FABRICS[links] if links in FABRICS else find_fabric(fabric))
             found.setdefault(key, []).append(float(table.seconds[index]))
-    return (
-        CollectiveRows(
-            tuple(work for work, _ in found),
-            tuple(links for _, links in found),
-            medians(found.values()),
-            np.ones(len(found), dtype=np.bool_),
-        ),
-        library,
-    )
+    works, fabrics = tuple(work for work, _ in found), tuple(links for _, links in found)
+    return CollectiveRows(works, fabrics, medians(found.values()), np.ones(len(found), dtype=np.bool_)), library
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -190,14 +180,10 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _draw(names: Sequence[str], most: int, rng: np.random.Generator) -> NDArray[np.int64]:
     """Draw at most ``most`` rows of each name, and at most four fifths of them."""
-    seen: Counter[str] = Counter()
-    all_of = Counter(names)
-    kept = []
-    for index in rng.permutation(len(names)).tolist():
-        seen[names[index]] += 1
-        if seen[names[index]] <= min(most, max(1, 4 * all_of[names[index]] // 5)):
-            kept.append(index)
-    return np.array(sorted(kept), dtype=np.int64)
+    order = rng.permutation(len(names))
+    drawn = [order[at] for at in rows_by(names[index] for index in order.tolist()).values()]
+    kept = [own[: min(most, max(1, 4 * len(own) // 5))] for own in drawn]
+    return np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *kept]))
 
 
 def _held(shapes: Sequence[Hashable], seed: int, folds: int) -> NDArray[np.bool_]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ from stepsight.training.kernels.transferred import Teacher, Transfer, choose_row
 LAUNCH_S, OP_S, COLLECTIVE_S = 20.0, 0.25, 0.5  # start-up of the harness, and of each signature with its inputs
 LONGEST_S, MOST_MEMORY = 0.5, 0.2  # limits of a candidate: time by the roofline, share of the memory for its operands
 CANDIDATES = 400  # most candidates of a family, those with most of the time; as many others are drawn
+SHARDINGS = ((1, 1), (1, 4), (2, 2), (4, 1), (8, 2))  # tensor parallelism and size of a micro-batch
 MICRO_BATCHES = 16  # of the catalogue's jobs: the optimizer takes a small part of their time
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 SIZES = tuple(2**power for power in range(12, 31, 2))
@@ -58,17 +61,10 @@ def profile_plan(
     transfer = Transfer(hardware, tuple(teachers))
     shares = wanted_shares(hardware, jobs)
     ops = _ordered(transfer, shares, count, seed)
-    event = {
-        "name": "profile",
-        "world_size": 1,
-        "ops": [{**asdict(op), "dims": list(op.dims)} for op in ops],
-        "collectives": [],
-        "seconds": OP_S * len(ops),
-    }
-    events = [event]
-    if links:
-        of_links = {"name": "links", "world_size": devices, "ops": [], "collectives": links}
-        events.append({**of_links, "seconds": COLLECTIVE_S * len(links)})
+    rows = [{**asdict(op), "dims": list(op.dims)} for op in ops]
+    told: list[tuple[Any, ...]] = [("profile", 1, rows, [], OP_S * len(ops))]
+    told += [("links", devices, [], links, COLLECTIVE_S * len(links))] if links else []
+    events = [dict(zip(("name", "world_size", "ops", "collectives", "seconds"), each, strict=True)) for each in told]
     return check_plan({"schema": SCHEMA, "runs": [], "events": events, "device": "auto"})
 
 
@@ -125,30 +121,14 @@ def _measurable(op: Op, hardware: Hardware) -> bool:
 
 def catalogue_jobs(hardware: Hardware, models: Sequence[str] = tuple(MODELS)) -> Iterator[Job]:
     """Training of models of the catalogue, sharded in several ways."""
-    wanted: list[str] = [name for name in ("bf16", "fp8", "fp16") if name in hardware.peak_flops]
-    precisions = wanted[:2] or ["fp32"]
-    for model in models:
-        for tp, micro_batch in ((1, 1), (1, 4), (2, 2), (4, 1), (8, 2)):
-            for precision in precisions:
-                try:
-                    yield Job.of(
-                        {
-                            "model": {"name": model},
-                            "parallel": {"tp": tp, "sequence_parallel": tp > 1},
-                            "batch": {
-                                "micro_batch": micro_batch,
-                                "global_batch": MICRO_BATCHES * micro_batch,
-                                "precision": precision,
-                            },
-                            "cluster": {
-                                "hardware": "a100-sxm-80gb" if hardware.kind == "gpu" else "local-cpu",
-                                "nodes": 1,
-                                "devices_per_node": tp,
-                            },
-                        }
-                    )
-                except StepsightError:  # heads that tp does not divide
-                    continue
+    precisions: Sequence[str] = [name for name in ("bf16", "fp8", "fp16") if name in hardware.peak_flops][:2]
+    own = "a100-sxm-80gb" if hardware.kind == "gpu" else "local-cpu"
+    for model, (tp, size), precision in product(models, SHARDINGS, precisions or ["fp32"]):
+        batch = {"micro_batch": size, "global_batch": MICRO_BATCHES * size, "precision": precision}
+        cluster = {"hardware": own, "nodes": 1, "devices_per_node": tp}
+        parallel = {"tp": tp, "sequence_parallel": tp > 1}
+        with suppress(StepsightError):  # heads that tp does not divide
+            yield Job.of({"model": {"name": model}, "parallel": parallel, "batch": batch, "cluster": cluster})
 
 
 def _links(devices: int, seconds: float) -> list[dict[str, Any]]:
@@ -168,22 +148,16 @@ def time_shares(jobs: Sequence[Job], hardware: Hardware) -> dict[Op, float]:
     """Share of each op in the time on the critical path by the roofline; jobs count alike, the sum is 1."""
     found: dict[Op, float] = {}
     for job in jobs:
-        own = _op_seconds(job, hardware)
+        latency = RooflineLatency(hardware, job.fabric)
+        simulation = simulate(job, latency)
+        counts: dict[Op, float] = {}
+        for segment, _, uses in simulation.segment_uses():
+            for node in simulation.lowered.segments[segment].program.nodes:
+                if isinstance(node.work, Op):
+                    counts[node.work] = counts.get(node.work, 0.0) + node.share * float(uses.sum())
+        each = zip(counts.items(), latency.op_seconds(list(counts)).tolist(), strict=True)
+        own = {op: count * seconds for (op, count), seconds in each if count > 0}
         total = sum(own.values())
         for op, seconds in own.items():
             found[op] = found.get(op, 0.0) + seconds / total / len(jobs)
     return found
-
-
-def _op_seconds(job: Job, hardware: Hardware) -> dict[Op, float]:
-    """Seconds of each op in the segments on the critical path."""
-    latency = RooflineLatency(hardware, job.fabric)
-    simulation = simulate(job, latency)
-    counts: dict[Op, float] = {}
-    for segment, _, uses in simulation.segment_uses():
-        for node in simulation.lowered.segments[segment].program.nodes:
-            if isinstance(node.work, Op):
-                counts[node.work] = counts.get(node.work, 0.0) + node.share * float(uses.sum())
-    ops = list(counts)
-    seconds = latency.op_seconds(ops).tolist()
-    return {op: counts[op] * each for op, each in zip(ops, seconds, strict=True) if counts[op] > 0}

@@ -119,7 +119,7 @@ def _hardware(
     """The measured facts of the hardware, all of whose runs must be on it."""
     check_hardware(runs, name)
     device = next((str(run.manifest.fingerprint.get("device", "cpu")) for run in runs), profile.device or "cpu")
-    return with_imported(with_host(profile.hardware(name, device), runs), imported)
+    return with_measured(profile.hardware(name, device), runs, imported)
 
 
 def _fabric(hardware_name: str, runs: Sequence[MeasuredRun]) -> Fabric | None:
@@ -131,8 +131,10 @@ def _fabric(hardware_name: str, runs: Sequence[MeasuredRun]) -> Fabric | None:
         return stated.pop() if len(stated) == 1 else None
 
 
-def with_host(hardware: Hardware, runs: Sequence[MeasuredRun]) -> Hardware:
-    """Add the host time of the pipeline runtime to the hardware, if runs in boxes show it."""
+def with_measured(hardware: Hardware, runs: Sequence[MeasuredRun], imported: Sequence[ImportedSegments]) -> Hardware:
+    """Add what runs show to the hardware: the host's time of the pipeline runtime, by runs in boxes, and launches and
+    overlap, by imported traces of a GPU.
+    """
     records = [
         (run.manifest.job, step)
         for run in runs
@@ -140,13 +142,8 @@ def with_host(hardware: Hardware, runs: Sequence[MeasuredRun]) -> Hardware:
         for step in read_json(path)["steps"]
     ]
     host_action_s, host_message_s = fit_host(records)
-    if not host_action_s and not host_message_s:
-        return hardware
-    return replace(hardware, host_action_s=host_action_s, host_message_s=host_message_s)
-
-
-def with_imported(hardware: Hardware, imported: Sequence[ImportedSegments]) -> Hardware:
-    """Add launches and overlap from imported traces of a GPU to the hardware, if they show them."""
+    if host_action_s or host_message_s:
+        hardware = replace(hardware, host_action_s=host_action_s, host_message_s=host_message_s)
     steps = [run.steps for run in imported if run.device != "cpu"]
     return with_facts(hardware, launch_seconds(steps), overlap_of(steps))
 
@@ -174,28 +171,20 @@ def _learn(
         if error < UNKNOWN  # too few rows of a family to leave any out
     }
     predictor = Predictor(hardware, kernel, collective, manifest={"metrics": metrics})
-    predictor = _with_host_calls(_with_launches(predictor, profile, runs), imported, profile, seed, say)
+    predictor = _with_launches(predictor, profile, runs)
+    steps = [run.host for run in imported if run.host is not None]
+    if single := sum(step.ranks == 1 for step in steps):  # scripts whose calls the host runs
+        say(f"calls that the host runs: scripts {single}, calls measured on their own {len(profile.calls)}")
+        host = learn_host_calls(steps, profile.calls, seed)
+        if factors := host.contention.factors:
+            told = ", ".join(f"{name or 'all'} {factor:.2f}" for name, factor in sorted(factors.items()))
+            say(f"calls beside other ranks of the host take times as long: {told} ({len(steps) - single} scripts)")
+        predictor = replace(predictor, host=host)
     if not runs and len(imported) < MIN_RUNS:
         return predictor
     from stepsight.training.context.learn_context import learn_context
 
     return learn_context(predictor, runs, imported, seed, say, form)
-
-
-def _with_host_calls(
-    predictor: Predictor, imported: Sequence[ImportedSegments], profile: Profile, seed: int, say: Callable[[str], None]
-) -> Predictor:
-    """Add the durations of framework calls on a host to the predictor, if scripts that ran on it were collected."""
-    steps = [run.host for run in imported if run.host is not None]
-    single = sum(step.ranks == 1 for step in steps)
-    if not single:
-        return predictor
-    say(f"calls that the host runs: scripts {single}, calls measured on their own {len(profile.calls)}")
-    host = learn_host_calls(steps, profile.calls, seed)
-    if host.contention.factors:
-        told = ", ".join(f"{name or 'all'} {factor:.2f}" for name, factor in sorted(host.contention.factors.items()))
-        say(f"calls beside other ranks of the host take times as long: {told} ({len(steps) - single} scripts)")
-    return replace(predictor, host=host)
 
 
 def _with_launches(predictor: Predictor, profile: Profile, runs: Sequence[MeasuredRun]) -> Predictor:
@@ -302,17 +291,15 @@ def evaluate_heldout(predictor: Predictor, collection: Path, *, role: str = "hel
     rows = [
         _row(run, predictor, [e for e in examples if e.run == run.manifest.name]) for run in runs if run.manifest.whole
     ]
-    measured = np.array([row["measured_s"] for row in rows])
-    predicted = np.array([row["predicted_s"] for row in rows])
-    alone = np.array([row["predicted_without_gnn_s"] for row in rows])
-    held = [row["low_s"] <= row["measured_s"] <= row["high_s"] for row in rows]
+    names = ("measured_s", "predicted_s", "predicted_without_gnn_s", "low_s", "high_s")
+    measured, predicted, alone, low, high = np.array([[row[name] for name in names] for row in rows]).T
     return HeldoutEvaluation(
         rows,
         mape(predicted, measured),
         float(np.mean([row["repeat_percent"] for row in rows])),
         mape(alone, measured),
         spearman(predicted, measured),
-        100.0 * float(np.mean(held)),
+        100.0 * float(np.mean((low <= measured) & (measured <= high))),
         *_op_errors(examples, predictor),
     )
 
@@ -369,12 +356,8 @@ def spearman(one: Array, two: Array) -> float:
     """Rank correlation, ties ranked by their mean; 1 for fewer than two values."""
     if len(one) < 2:
         return 1.0
-    first, second = _ranks(one), _ranks(two)
-    if min(first.std(), second.std()) == 0:
-        return 0.0
-    return float(np.corrcoef(first, second)[0, 1])
-
-
-def _ranks(values: Array) -> Array:
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[inverse])
+    ranks: list[Array] = []
+    for values in (one, two):
+        _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+        ranks.append(np.asarray(np.cumsum(counts) - (counts - 1) / 2)[inverse])
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1]) if min(each.std() for each in ranks) > 0 else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +41,7 @@ from stepsight.training.kernels.transferred import (
 )
 from stepsight.training.predictor.predictor import Predictor, shipped_by_name, teacher_of
 from stepsight.training.regression.regressor import Regressor
-from stepsight.training.shipped.catalogue import RECIPES, teaching_names
+from stepsight.training.shipped.catalogue import RECIPES, recipe_for, teaching_names
 from stepsight.training.shipped.from_tables import OpRows, fit_links
 from stepsight.training.tracking.tracking import begin_training, tracked
 
@@ -180,16 +181,14 @@ def fit_own_table(
     names = [name for name in teaching_names() if name not in without]
     teachers = [teacher_of(name) for name in names] if own.hardware.kind == "gpu" else []
     kernel = fit_ops(own, teachers, like, seed=seed, say=say)
-    links = own.collectives.fabrics[0] if len(own.collectives) else None
-    if links is None and (usual := _usual(own.hardware.name)):
-        links = find_fabric(usual)
-    lenders = [shipped_by_name(name) for name in ([like] if like else names)]
-    if links is not None:
-        speed = links.intra_node.bandwidth_bytes_per_s
-        usual_speeds = [find_fabric(usual_fabric(p.hardware.name)).intra_node.bandwidth_bytes_per_s for p in lenders]
-        lender = lenders[int(np.argmin(np.abs(np.log(np.array(usual_speeds) / speed))))]
-    else:
-        lender = lenders[0]
+    usual = _usual(own.hardware.name)
+    links = own.collectives.fabrics[0] if len(own.collectives) else find_fabric(usual) if usual else None
+
+    def distance(lender: Predictor) -> float:
+        there = find_fabric(usual_fabric(lender.hardware.name)).intra_node.bandwidth_bytes_per_s
+        return 0.0 if links is None else abs(math.log(there / links.intra_node.bandwidth_bytes_per_s))
+
+    lender = min((shipped_by_name(name) for name in ([like] if like else names)), key=distance)
     return Predictor(own.hardware, kernel, fit_links(own.collectives, seed=seed, lender=lender.collective))
 
 
@@ -198,10 +197,8 @@ def judge_own_table(predictor: Predictor, rows: OwnTable) -> dict[str, Any]:
     software = [rows.software[name][variant] for name, variant in zip(rows.labels(), rows.ops.variants, strict=True)]
     predicted = predictor.kernel.seconds(rows.ops.ops, 1, software)
     links = rows.collectives
-    timed = [
-        float(predictor.collective.seconds([work], fabric)[0])
-        for work, fabric in zip(links.collectives, links.fabrics, strict=True)
-    ]
+    pairs = zip(links.collectives, links.fabrics, strict=True)
+    timed = [float(predictor.collective.seconds([work], fabric)[0]) for work, fabric in pairs]
     names = [*rows.labels(), *map(label_of, links.collectives)]
     return family_figures(names, np.append(predicted, timed), np.append(rows.ops.seconds, links.seconds))
 
@@ -210,12 +207,11 @@ def few_rows(used: OwnTable) -> list[str]:
     """Warnings about families of which there are few rows."""
     counts = Counter([*used.labels(), *map(label_of, used.collectives.collectives)])
     few = [f"{name} ({count})" for name, count in sorted(counts.items()) if count < FEWEST_OF_FAMILY]
-    if not few:
-        return []
-    return [
+    text = (
         f"few rows teach {', '.join(few)}: other sizes follow hardware facts and other devices, and no error is known; "
         f"measure at least {FEWEST_OF_FAMILY} sizes of each"
-    ]
+    )
+    return [text] if few else []
 
 
 def _held_out(whole: OwnTable, used: OwnTable, like: str, sampled: bool, seed: int, say: Say) -> dict[str, Any]:
@@ -239,9 +235,8 @@ def _usual(*hardware: str) -> str:
 def _predictor_named(name: str) -> str:
     """The shipped predictor of that name, or for that hardware."""
     name = canonical_hardware(name)
-    for own, recipe in RECIPES.items():
-        if name in (own, recipe.hardware, *recipe.twins):
-            return own
+    if own := recipe_for(name):
+        return own
     known = ", ".join(f"{own} ({recipe.hardware})" for own, recipe in RECIPES.items())
     raise TableError(f"--like must be a shipped predictor, or its hardware: {known}; got {name!r:.80}")
 

@@ -274,15 +274,12 @@ class HostCalls(Saved):
 
     def to_dict(self) -> dict[str, Any]:
         """As of ``Saved``; calls that were measured are rows of a label, an op and seconds."""
-        rows: dict[str, Mapping[tuple[str, Op], tuple[float, ...]]] = {
-            "known": {key: (seconds,) for key, seconds in self.known.items()},
-            "alone": self.alone,
-        }
-        calls = {
-            name: [[label, op.kind, list(op.dims), op.dtype, *seconds] for (label, op), seconds in of.items()]
-            for name, of in rows.items()
-        }
-        return {"terms": list(CALL_TERMS), **super().to_dict(), **calls, "crowded": dict(self.contention.factors)}
+        known, alone = (
+            [[label, op.kind, list(op.dims), op.dtype, *np.atleast_1d(seconds).tolist()]
+             for (label, op), seconds in of.items()] for of in (self.known, self.alone)
+        )  # fmt: skip
+        more = {"known": known, "alone": alone, "crowded": dict(self.contention.factors)}
+        return {"terms": list(CALL_TERMS), **super().to_dict(), **more}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any], **given: Any) -> Self:

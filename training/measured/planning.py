@@ -198,11 +198,8 @@ def sleeps_of(job: Job, latency: LatencyModel) -> dict[str, Any]:
         return [_item(item, seconds) for item in some if not (isinstance(item, Op) and not item.record.slept)]
 
     made: list[list[dict[str, Any]]] = [
-        [
-            {"forward": items(step.forward), "backward": items(step.backward), "weight": items(step.weight_grad),
-             "parameters": list(step.parameters), "weight_first": step.weight_grad_first}
-            for step in block
-        ]
+        [{"forward": items(step.forward), "backward": items(step.backward), "weight": items(step.weight_grad),
+          "parameters": list(step.parameters), "weight_first": step.weight_grad_first} for step in block]
         for _, block in blocks.values()
     ]  # fmt: skip
     for number, block in enumerate(made):

@@ -19,13 +19,7 @@ from stepsight.dataset.hardware.hardware import canonical_hardware, find_fabric,
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.durations.latency_model import RooflineLatency, preset_latency
 from stepsight.simulator.replay.captured_step import CapturedStep, time_captured
-from stepsight.training.corrections.intervals import (
-    Intervals,
-    JobClass,
-    job_class,
-    uncalibrated_ends,
-)
-from stepsight.training.kernels.host_calls import HostCalls
+from stepsight.training.corrections.intervals import Intervals, JobClass, job_class, uncalibrated_ends
 from stepsight.training.prediction.prediction import ROOFLINE_SOURCE, asked_predictor
 from stepsight.training.predictor.predictor import LearnedLatency, Predictor
 from stepsight.training.predictor.software_used import SoftwareUsed
@@ -76,43 +70,35 @@ class CapturedPrediction:
         """Work outside the measured range, the longest first, and its share of the critical path, 0 to 1."""
         if not isinstance(self.latency, LearnedLatency):
             return (), 0.0
-        host = self.latency.host_times
-        if host is not None and all(graph.device == "cpu" for graph in self.captured.graphs):
-            return self._unmeasured_calls(host)
-        places, nodes = self.step.critical
-        seconds: dict[Any, float] = {}
-        for place, node in zip(places.tolist(), nodes.tolist(), strict=True):
+        host = self.latency.host_times if all(graph.device == "cpu" for graph in self.captured.graphs) else None
+        seconds: dict[Any, float] = {}  # of works; where the host runs them, of calls that were not measured, in words
+        for place, node in zip(*(ends.tolist() for ends in self.step.critical), strict=True):
             graph = self.step.graphs[place]
-            work = int(graph.columns["work"][node])
-            if work >= 0:
-                seconds[graph.works[work]] = seconds.get(graph.works[work], 0.0) + float(graph.duration_s[node])
+            at, call = int(graph.columns["work"][node]), graph.names[graph.columns["name"][node]]
+            what: Any = graph.works[at] if at >= 0 else None
+            if host is not None:
+                asked = graph.columns["kind"][node] == OP and isinstance(what, Op) and not host.is_known(call, what)
+                what = f"{what}: {call} was not measured" if asked else None
+            if what is not None:
+                seconds[what] = seconds.get(what, 0.0) + float(graph.duration_s[node])
         works = sorted(seconds, key=lambda work: -seconds[work])
-        crowded, reasons = self.latency.outside(works)
+        crowded, reasons = ("", works) if host is not None else self.latency.outside(works)
         named = tuple(reason for reason in reasons if reason)
         if crowded:
             return (crowded, *named), 1.0
         outside = sum(seconds[work] for work, reason in zip(works, reasons, strict=True) if reason)
         return named, min(1.0, outside / max(self.iteration_time_s, 1e-12))
 
-    def _unmeasured_calls(self, host: HostCalls) -> tuple[tuple[str, ...], float]:
-        """Like ``unsupported``, for a script whose ops run on the host."""
-        places, nodes = self.step.critical
-        seconds: dict[str, float] = {}
-        for place, node in zip(places.tolist(), nodes.tolist(), strict=True):
-            graph = self.step.graphs[place]
-            work, call = graph.works[graph.columns["work"][node]], graph.names[graph.columns["name"][node]]
-            if graph.columns["kind"][node] == OP and isinstance(work, Op) and not host.is_known(call, work):
-                told = f"{work}: {call} was not measured"
-                seconds[told] = seconds.get(told, 0.0) + float(graph.duration_s[node])
-        outside = sum(seconds.values()) / max(self.iteration_time_s, 1e-12)
-        return tuple(sorted(seconds, key=lambda told: -seconds[told])), min(1.0, outside)
-
     @property
     def warnings(self) -> tuple[str, ...]:
         """Limitations of the capture and the prediction."""
         found = dict.fromkeys(warnings_once(text for graph in self.captured.graphs for text in graph.warnings))
-        here = {rank.rank for rank in self.captured.ranks}
-        absent = sorted({peer for graph in self.captured.graphs for peer in _message_ranks(graph)} - here)
+        peers: set[int] = set()
+        for graph in self.captured.graphs:
+            pairs = set(zip(graph.columns["group"].tolist(), graph.columns["work"].tolist(), strict=True))
+            messages = {group for group, work in pairs if group >= 0 and graph.works[work].kind == "send_recv"}
+            peers |= {rank for group in messages for rank in graph.groups[group][1]}
+        absent = sorted(peers - {rank.rank for rank in self.captured.ranks})
         if absent:
             found.setdefault(
                 f"ranks {', '.join(map(str, absent[:8]))} exchange messages with the captured ones and were not "
@@ -130,9 +116,12 @@ class CapturedPrediction:
     def flops(self) -> tuple[float, float]:
         """FLOP that the model needs, and FLOP that are executed: of one rank, mean over the captured ones."""
         done = [compute_flops(rank.graph) for rank in self.captured.ranks]
-        needed = [min(_MODEL_OVER_FORWARD * _forward_flops(rank), all_of) for rank, all_of in zip(
-            self.captured.ranks, done, strict=True
-        )]  # fmt: skip
+        needed = []
+        for graph, all_of in zip(self.captured.graphs, done, strict=True):
+            forward = (graph.columns["kind"] == OP) & (graph.columns["phase"] == PHASES.index("forward"))
+            works = [graph.works[work] for work in graph.columns["work"][forward].tolist()]
+            flops = sum(work.flops for work in works if isinstance(work, Op) and work.record.bound == "compute")
+            needed.append(min(_MODEL_OVER_FORWARD * flops, all_of))
         return float(np.mean(needed)), float(np.mean(done))
 
     @property
@@ -148,13 +137,7 @@ class CapturedPrediction:
             {"rank": rank.rank, "tensors": rank.peak_bytes, "total": total, "capacity_bytes": capacity}
             for rank, total in zip(self.captured.ranks, peaks, strict=True)
         ]
-        return {
-            "peak_bytes": peak,
-            "capacity_bytes": capacity,
-            "fits": fits,
-            "reason": reason,
-            "stages": stages,
-        }
+        return {"peak_bytes": peak, "capacity_bytes": capacity, "fits": fits, "reason": reason, "stages": stages}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, with the keys of ``Prediction.to_dict``; unknown values of a script are null."""
@@ -258,19 +241,6 @@ def _class_of(captured: Captured, hardware: str) -> JobClass:
     mixture = bool(kinds & {"all_to_all", "grouped_linear", "permute"})
     fused = any(isinstance(work, Op) and work.family == "attention" for g in captured.graphs for work in g.works)
     return job_class(mixture, False, fused, hardware, captured.world_size)
-
-
-def _message_ranks(graph: Program) -> set[int]:
-    pairs = set(zip(graph.columns["group"].tolist(), graph.columns["work"].tolist(), strict=True))
-    messages = {group for group, work in pairs if group >= 0 and graph.works[work].kind == "send_recv"}
-    return {rank for group in messages for rank in graph.groups[group][1]}
-
-
-def _forward_flops(rank: CapturedRank) -> float:
-    graph = rank.graph
-    forward = (graph.columns["kind"] == OP) & (graph.columns["phase"] == PHASES.index("forward"))
-    works = [graph.works[work] for work in graph.columns["work"][forward].tolist()]
-    return sum(work.flops for work in works if isinstance(work, Op) and work.record.bound == "compute")
 
 
 def _main_dtype(captured: Captured) -> str:

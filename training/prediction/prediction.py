@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -26,18 +26,13 @@ from stepsight.simulator.iteration.simulate import Sensitivity, Simulation, expl
 from stepsight.simulator.iteration.timeline import timeline_json
 from stepsight.simulator.memory import Memory, estimate_memory
 from stepsight.training.corrections.calibration import Calibration, JobCorrection
-from stepsight.training.corrections.intervals import (
-    EXTRAPOLATED_SHARE,
-    interval_text,
-    seconds_text,
-)
+from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE, interval_text, seconds_text
 from stepsight.training.corrections.residual import NearRuns
 from stepsight.training.prediction.work_doubts import WorkDoubts, interval_ends
 from stepsight.training.predictor.predictor import LearnedLatency, Predictor
 from stepsight.training.predictor.software_used import (
     SoftwareChange,
     SoftwareUsed,
-    change_facts,
     software_used,
     with_change,
 )
@@ -338,7 +333,7 @@ class Prediction:
             "unsupported": list(self.unsupported),
             "unsupported_share": self.unsupported_share,
             "source": self.source,
-            "software": {**self.software_used.to_dict(), **change_facts(self.change)},
+            "software": {**self.software_used.to_dict(), **({"change": asdict(self.change)} if self.change else {})},
         }
 
     def to_frame(self) -> DataFrame:

@@ -117,22 +117,6 @@ def made(path: Path, make: Callable[[Any], T], table: Any) -> T:
         raise PredictorError(f"{path} must be what Predictor.save wrote, got {type(error).__name__}: {error}") from None
 
 
-def tree_text(folder: Path, name: Any) -> str:
-    """LightGBM's text of trees in a file of a predictor.  Raises ``PredictorError`` if it cannot be read."""
-    path = folder / Path(str(name)).name  # never outside the folder
-    try:
-        return read_unpacked(path).decode("utf-8")
-    except (OSError, ValueError) as error:
-        raise PredictorError(f"every file of a predictor must be readable, got {path}: {reason(error)}") from None
-
-
-def texts(value: Any, name: str) -> list[str]:
-    """A list of strings.  Raises ``PredictorError`` if it is none."""
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise PredictorError(f"{name} of a predictor must be a list of texts, got {value!r:.80}")
-    return value
-
-
 def _digests(folder: Path) -> dict[str, str]:
     """Digest of every file in a predictor's folder by name; empty for other entries."""
     found = {path.name: digest(read_file(path)) if path.is_file() else "" for path in sorted(folder.iterdir())}
@@ -153,7 +137,9 @@ def _manifest(table: dict[str, Any]) -> dict[str, Any]:
     files = table.get("files")
     if not isinstance(files, dict) or not all(isinstance(of, str) and of for of in files.values()):
         raise PredictorError(f"a predictor must list the digests of its files, got {files!r:.80}")
-    texts(table.get("fitted_rows", []), "fitted_rows")
+    rows = table.get("fitted_rows", [])
+    if not isinstance(rows, list) or not all(isinstance(row, str) for row in rows):
+        raise PredictorError(f"fitted_rows of a predictor must be a list of texts, got {rows!r:.80}")
     return table
 
 
@@ -259,7 +245,11 @@ def _save_trees(trees: Trees, folder: Path, stem: str) -> str:
 
 
 def _trees(folder: Path, file: Any, share: float, features: Sequence[str]) -> Trees:
-    trees = Trees(tree_text(folder, file), share)
+    path = folder / Path(str(file)).name  # never outside the folder
+    try:
+        trees = Trees(read_unpacked(path).decode("utf-8"), share)
+    except (OSError, ValueError) as error:
+        raise PredictorError(f"every file of a predictor must be readable, got {path}: {reason(error)}") from None
     trees.check(features)
     return trees
 

@@ -81,11 +81,6 @@ class OwnContext:
         """Of a function, or of the name of one in ``CONTEXTS``."""
         return cls(CONTEXTS[model], model) if isinstance(model, str) else cls(_checked("", model))
 
-    @classmethod
-    def named(cls, table: Any) -> OwnContext:
-        """Of the content of ``own_context.json``."""
-        return cls.of(str(table["name"]))
-
     @property
     def name(self) -> str:
         """What it is, for reports."""
@@ -140,5 +135,5 @@ def load_context(folder: Path) -> Context | None:
     if len(found) > 1:
         raise PredictorError(f"a predictor has one context model, got {' and '.join(found)} in {folder}")
     if found in ([], [OWN]):
-        return read_part(folder / OWN, OwnContext.named) if found else None
+        return read_part(folder / OWN, lambda table: OwnContext.of(str(table["name"]))) if found else None
     return ContextNetwork.load(folder)

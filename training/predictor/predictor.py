@@ -93,8 +93,7 @@ class LearnedLatency:
         self.knows_context = predictor.context is not None
         self.host_times = None if predictor.host is None else predictor.host.shared_by(busy)
         self._software = software
-        slowest = 1.0 + self.hardware.compute_spread * slowest_of(devices)
-        self._pace = self.hardware.power_slowdown(dtype) * slowest
+        self._pace = self.hardware.power_slowdown(dtype) * (1.0 + self.hardware.compute_spread * slowest_of(devices))
         self._paid = self._kernel.hardware.power_slowdown("bf16")
         self._ops: Memo[Op, float] = Memo("predictor: ops", MAX_WORKS)
         self._collectives: Memo[Collective, float] = Memo("predictor: collectives", MAX_WORKS)
@@ -175,14 +174,10 @@ class LearnedLatency:
         Returns why all of it does (more devices of a node compute at once than were measured), and why each work does;
         empty where it does not.
         """
-        return self._kernel.crowded(self.busy), [self._reason(work) for work in works]
-
-    def _reason(self, work: Op | Collective) -> str:
-        """Why a work lies outside the measured range; empty if it lies within."""
-        known = self._outside.get(work)
-        if known is None:
-            self._outside[work] = known = self._predictor.unsupported(work, self.fabric)
-        return known
+        found = {work: self._outside.get(work) for work in works}
+        for work in (work for work, reason in found.items() if reason is None):
+            self._outside[work] = found[work] = self._predictor.unsupported(work, self.fabric)
+        return self._kernel.crowded(self.busy), [found[work] or "" for work in works]
 
 
 @dataclass(frozen=True)
@@ -221,13 +216,8 @@ class Predictor:
     def latency(self, job: Job, *, alone: bool = False) -> LearnedLatency:
         """The latency model for the simulator, for the job's fabric and busy devices per node.
 
-        Args:
-            job: What to run.
-            alone: Only one of its devices is there, and waits for no slower one.
-
-        Raises:
-            PredictorError: If the job runs on other hardware, or asks for kernels of software that nothing was measured
-                with.
+        ``alone``: only one of the job's devices is there, and waits for no slower one.  Raises ``PredictorError`` if
+        the job runs on other hardware, or asks for kernels of software that nothing was measured with.
         """
         if job.hardware_name not in (self.hardware.name, canonical_hardware(self.hardware.name)):
             raise PredictorError(
@@ -235,8 +225,8 @@ class Predictor:
                 f"cluster.hardware must be {self.hardware.name!r:.80}, "
                 f"got {job.cluster.hardware!r:.80}"
             )
-        busy = 1 if alone else min(job.cluster.devices_per_node, job.cluster.num_devices)
         devices = 1 if alone else job.cluster.num_devices
+        busy = min(job.cluster.devices_per_node, devices)
         software, calls = kernels_asked(self, job), launch_calls_of(job)
         return self.latency_on(job.fabric, busy, devices, job.batch.dtype, software, calls=calls)
 
@@ -265,13 +255,7 @@ class Predictor:
         known = self._bound.get(key)
         if known is None:
             self._bound[key] = known = LearnedLatency(
-                self,
-                fabric=fabric,
-                busy=busy,
-                devices=devices,
-                dtype=dtype,
-                software=software,
-                calls=calls,
+                self, fabric=fabric, busy=busy, devices=devices, dtype=dtype, software=software, calls=calls
             )
         return known
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from stepsight.dataset.base.codec import Saved
@@ -166,11 +166,6 @@ def with_change(prediction: P, change: SoftwareChange | None) -> P:
     seconds = prediction.iteration_time_s * math.exp(change.log_factor)
     changed: P = replace(prediction, iteration_time_s=seconds, change=change)
     return changed
-
-
-def change_facts(change: SoftwareChange | None) -> dict[str, Any]:
-    """The drift as plain values for JSON."""
-    return {} if change is None else {"change": asdict(change)}
 
 
 def software_stated(date: str, container: str) -> dict[str, Any]:

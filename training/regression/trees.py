@@ -59,16 +59,8 @@ MOST_TREES = 20_000
 _WALKS = 1_000_000  # rows evaluated at once, to limit memory
 
 # The parts of LightGBM's text that evaluation reads; the rest describes the training.
-_HEADER = (
-    "version",
-    "num_class",
-    "num_tree_per_iteration",
-    "label_index",
-    "max_feature_idx",
-    "objective",
-    "feature_names",
-    "feature_infos",
-)
+_HEADER = ("version", "num_class", "num_tree_per_iteration", "label_index", "max_feature_idx", "objective",
+           "feature_names", "feature_infos")  # fmt: skip
 _KEPT = ("num_leaves", "num_cat", "split_feature", "threshold", "decision_type", "left_child", "right_child")
 _NAMES = "feature_names="
 _DIGITS = 7  # of thresholds and leaves: far below any noise, and a third of the text

@@ -106,30 +106,38 @@ def teaching_names() -> tuple[str, ...]:
 
 def chip_of(hardware: str) -> str:
     """The chip of a hardware that a shipped predictor covers; empty if none does."""
-    found = (recipe.chip for recipe in RECIPES.values() if hardware in (recipe.hardware, *recipe.twins))
+    return next((r.chip for r in RECIPES.values() if hardware in (r.hardware, *r.twins)), "")
+
+
+def recipe_for(name: str) -> str:
+    """Name of the recipe of that name, or for that hardware; empty if there is none."""
+    found = (own for own, recipe in RECIPES.items() if name in (own, recipe.hardware, *recipe.twins))
     return next(found, "")
 
 
 @cached(64)
 def shipped_predictor(name: str) -> Predictor | None:
     """The predictor of that name, or for that hardware; None if there is none."""
-    for own, recipe in RECIPES.items():
-        if name in (own, recipe.hardware, *recipe.twins) and own in shipped_names():
-            predictor = Predictor.load(SHIPPED / own)
-            hardware = _preset(recipe.hardware if name == own else name)  # current facts of the preset
-            measured = predictor.kernel.hardware
-            facts = _preset(recipe.hardware)
-            peaks = {**facts.peak_flops, **measured.peak_flops}  # of types that nobody measured, too
-            measured = replace(measured, peak_flops=peaks, power_w=facts.power_w, idle_w=facts.idle_w)
-            measured = replace(measured, exponentials_per_s=facts.exponentials_per_s)
-            measured = replace(measured, product_power_w=tabled_power_w(recipe.chip, facts))
-            hardware = replace(hardware, product_power_w=product_power_w(recipe.chip))
-            serves = same_chip(hardware, measured) if hardware.name in recipe.twins else None
-            kernel = replace(predictor.kernel, hardware=measured, serves=serves, software=recipe.kernels)
-            shipped = replace(predictor, hardware=hardware, kernel=kernel)
-            near = published_runs().on((recipe.hardware, *recipe.twins))
-            return shipped.with_published(near if near.runs else None)
-    return None
+    own = recipe_for(name)
+    if own not in shipped_names():
+        return None
+    recipe, predictor = RECIPES[own], Predictor.load(SHIPPED / own)
+    facts = _preset(recipe.hardware)
+    hardware = facts if name == own else _preset(name)  # current facts of the preset
+    measured = predictor.kernel.hardware
+    measured = replace(
+        measured,
+        peak_flops={**facts.peak_flops, **measured.peak_flops},  # of types that nobody measured, too
+        power_w=facts.power_w,
+        idle_w=facts.idle_w,
+        exponentials_per_s=facts.exponentials_per_s,
+        product_power_w=tabled_power_w(recipe.chip, facts),
+    )
+    hardware = replace(hardware, product_power_w=product_power_w(recipe.chip))
+    serves = same_chip(hardware, measured) if hardware.name in recipe.twins else None
+    kernel = replace(predictor.kernel, hardware=measured, serves=serves, software=recipe.kernels)
+    near = published_runs().on((recipe.hardware, *recipe.twins))
+    return replace(predictor, hardware=hardware, kernel=kernel).with_published(near if near.runs else None)
 
 
 @cached(256)
@@ -149,10 +157,8 @@ def shipped_without(name: str, source: str) -> Predictor | None:
 @cached(1)
 def facts_digest() -> str:
     """Digest of what a prediction of a published run follows from as data: presets and shipped predictors."""
-    folders = (
-        resources.files("stepsight.dataset").joinpath("presets"),
-        resources.files("stepsight.training").joinpath("shipped"),
-    )
+    rooms = {"dataset": "presets", "training": "shipped"}
+    folders = [resources.files(f"stepsight.{room}").joinpath(folder) for room, folder in rooms.items()]
     files = [file for folder in folders for file in folder.iterdir() if file.name.endswith((".toml", ".csv", ".json"))]
     texts = [file.read_text("utf-8") for file in sorted(files, key=lambda file: file.name)]
     return digest(*texts, *(str(read_predictor_manifest(SHIPPED / name)["digest"]) for name in shipped_names()))
@@ -205,17 +211,10 @@ def _read(source: TableSource, data: Path) -> Measurements:
 
 
 def retrain(name: str, data: Path, out: Path, seed: int = 0) -> Predictor:
-    """Make a shipped predictor again, and write it.
+    """Make the shipped predictor of a recipe again from a folder of the public data, and write it.
 
-    Args:
-        name: Of a recipe.
-        data: Folder of the public data; ``Recipe`` says what must be there.
-        out: Folder of the predictor to write.
-        seed: Of everything random; 0 made what is shipped.
-
-    Raises:
-        PredictorError: If there is no such recipe, or ``out`` is something else.
-        TableError: If a source is not there or malformed.
+    ``seed``: of everything random; 0 made what is shipped.  Raises ``PredictorError`` if there is no such recipe, or
+    ``out`` is something else, and ``TableError`` if a source is not there or malformed.
     """
     from stepsight.training.shipped.from_tables import fit_links, fit_table
 
@@ -337,9 +336,8 @@ class ChipPower:
         for _ in range(ROUNDS):
             own = [weight * part for weight, part in zip(weights, trust, strict=True)]
             mean = sum(weight * value for weight, value in zip(own, values, strict=True)) / sum(own)
-            trust = [
-                1.0 / max(1.0, abs(value - mean) * weight**0.5) for weight, value in zip(weights, values, strict=True)
-            ]
+            off = (abs(value - mean) * weight**0.5 for weight, value in zip(weights, values, strict=True))
+            trust = [1.0 / max(1.0, each) for each in off]
         return mean
 
     def power_w(self, without: str = "") -> float:

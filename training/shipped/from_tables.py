@@ -82,11 +82,8 @@ def sample(labels: Sequence[str], most: int) -> NDArray[np.int64]:
 
 def in_known_precisions(table: Measurements, hardware: Hardware) -> Measurements:
     """The rows but for products in a precision of which the hardware states no peak; those count as skipped."""
-    products = (isinstance(work, Op) and work.record.bound == "compute" for work in table.works)
-    known = np.array(
-        [not product or work.dtype in hardware.peak_flops for product, work in zip(products, table.works, strict=True)],  # type: ignore[union-attr]
-        dtype=np.bool_,
-    )
+    products = [isinstance(work, Op) and work.record.bound == "compute" and work for work in table.works]
+    known = np.array([not op or op.dtype in hardware.peak_flops for op in products], dtype=np.bool_)
     why = f"the facts of {hardware.name} state no peak for their precision"
     skipped = {**table.skipped, **({why: int((~known).sum())} if not known.all() else {})}
     return replace(table.take(known), skipped=skipped)
@@ -235,7 +232,11 @@ def products_alone(table: Measurements, hardware: Hardware) -> Measurements:
     for (device, _), rows in groups.items():
         if device == hardware.name:
             dims = np.array([table.works[i].dims for i in rows], dtype=np.float64)  # type: ignore[union-attr]
-            seconds[rows] = _alone(dims, seconds[rows], hardware)
+            m, n, k = dims.T
+            computed, moved = 2 * m * n * k / hardware.flops_per_s("fp8"), m * k + n * k + m * n
+            least = np.maximum(computed, moved / hardware.memory_bandwidth_bytes_per_s)
+            without = seconds[rows] - conversion_seconds(dims, seconds[rows], hardware) * m * k
+            seconds[rows] = np.minimum(seconds[rows], np.maximum(without, least))
     return replace(table, seconds=seconds)
 
 
@@ -248,14 +249,3 @@ def conversion_seconds(dims: Array, seconds: Array, hardware: Hardware) -> float
     terms = np.stack([m * k, m * n * k], axis=1)[long] / seconds[long, None]  # errors relative to the time
     (element, _), *_ = np.linalg.lstsq(terms, np.ones(len(terms)), rcond=None)
     return float(np.clip(element, 0.0, MOST_BYTES / hardware.memory_bandwidth_bytes_per_s))
-
-
-def _alone(dims: Array, seconds: Array, hardware: Hardware) -> Array:
-    m, n, k = dims.T
-    least = np.maximum(
-        2 * m * n * k / hardware.flops_per_s("fp8"),
-        (m * k + n * k + m * n) / hardware.memory_bandwidth_bytes_per_s,
-    )
-    without = seconds - conversion_seconds(dims, seconds, hardware) * m * k
-    alone: Array = np.minimum(seconds, np.maximum(without, least))
-    return alone
