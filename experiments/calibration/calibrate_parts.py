@@ -26,14 +26,13 @@ from stepsight.experiments.evaluation.error_metrics import Errors, Times, errors
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.features.collective_features import CHOICE_TERMS
 from stepsight.training.collectives.between_nodes import BetweenNodes, fit_site, left_out_seconds, link_doubts
-from stepsight.training.corrections.corrector import fit_traced
+from stepsight.training.corrections.corrector import fit_traced, rows_by
 from stepsight.training.fitting.own_table import pack_shapes, shape_of
 from stepsight.training.kernels.kernel_models import label
 from stepsight.training.measured.imported_facts import Overlap, launch_seconds, overlap_of, with_facts
 from stepsight.training.measured.imported_ops import HELDOUT, imported_times, read_imported_segments
 from stepsight.training.predictor.model_tables import check_output
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.regression.regressor import rows_by
 from stepsight.training.tracking.store import load_predictor
 
 LEAST_GAIN = 0.02  # of the mean error: less is chance

@@ -18,10 +18,10 @@ from stepsight.experiments.evaluation.table_errors import group_of
 from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.studies.study import Row, Study
 from stepsight.training.collectives.between_nodes import UNFITTED, fit_site
+from stepsight.training.corrections.corrector import rows_by
 from stepsight.training.fitting.own_table import family_figures
 from stepsight.training.kernels.kernel_models import dtype_class, fit_kernels, op_rows
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.regression.regressor import rows_by
 from stepsight.training.shipped.catalogue import RECIPES, read_links, read_recipe
 from stepsight.training.shipped.from_tables import CollectiveRows, OpRows, fit_links
 
