@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,9 +117,7 @@ def issue(items: Iterable[tuple[Item, str]]) -> Program:
 FORWARD, BACKWARD, INPUT, WEIGHT = "forward", "backward", "input", "weight"
 STREAMS = ("compute", "tp", "cp", "ep", "offload")  # streams
 
-
 Gradients = HashedTuple[tuple[int, int, bool]]
-_NONE = Gradients(())
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +127,7 @@ class BlockPass:
     items: tuple[tuple[Item, str], ...]  # what is issued, each with the name of its step
     # of each parameter tensor, in order of arrival: after how many nodes it is there, its elements on this rank, and
     # whether it is an expert's
-    gradients: Gradients = _NONE
+    gradients: Gradients = Gradients(())  # noqa: RUF009  (it cannot change)
 
     @cached_property
     def program(self) -> Program:
@@ -143,8 +142,7 @@ class BlockPass:
     @cached_property
     def first_step(self) -> int:
         """Items of the first step."""
-        first = self.items[0][1] if self.items else ""
-        return next((at for at, (_, name) in enumerate(self.items) if name != first), len(self.items))
+        return next((at for at, (_, name) in enumerate(self.items) if name != self.items[0][1]), len(self.items))
 
     def between(self, first: int, last: int) -> Iterator[tuple[Item, str]]:
         """Items of nodes ``first`` to ``last`` (exclusive), and joins between them."""
@@ -162,22 +160,25 @@ class BlockPass:
     @cached_property
     def works(self) -> tuple[Work, ...]:
         """Distinct signatures in order of first use, indexed by ``work``."""
-        return tuple(self._place)
+        return tuple(dict.fromkeys([_work_of(node) for node in self.nodes]))
 
     @cached_property
     def work(self) -> NDArray[np.int32]:
         """Signature of each node, shape ``(num_nodes,)``."""
-        place = self._place
+        place = {work: at for at, work in enumerate(self.works)}
         return np.array([place[_work_of(node)] for node in self.nodes], dtype=np.int32)
 
     @cached_property
-    def _place(self) -> dict[Work, int]:
-        return {work: at for at, work in enumerate(dict.fromkeys([_work_of(node) for node in self.nodes]))}
-
-    @cached_property
     def category(self) -> NDArray[np.int8]:
-        """Index into ``STREAMS`` of each node, shape ``(num_nodes,)``: the stream that its time counts for."""
-        return np.array([_category(node) for node in self.nodes], dtype=np.int8)
+        """Index into ``STREAMS`` of each node, shape ``(num_nodes,)``: the stream that its time counts for.
+
+        The host's calls count as host time, like transfers.
+        """
+        of_op = {True: STREAMS.index("offload"), False: 0}
+        return np.array(
+            [of_op[n.record.bound == "host"] if isinstance(n, Op) else STREAMS.index(n.stream) for n in self.nodes],
+            dtype=np.int8,
+        )
 
     @cached_property
     def share(self) -> NDArray[np.float64]:
@@ -197,7 +198,7 @@ class BlockPass:
     @cached_property
     def serial(self) -> bool:
         """Whether each node waits for the one before it; a passage can then be cut anywhere."""
-        if not any(_is_beside(node) for node in self.nodes):
+        if not self.beside.any():
             return True
         follows = {before for before, after, _ in self.program.all_edges() if after == before + 1}
         return len(follows) >= len(self.program) - 1
@@ -210,12 +211,6 @@ class BlockPass:
 
 def _work_of(node: Op | Comm | OverlappedOp | LostTime) -> Work:
     return node if isinstance(node, Op) else node.work
-
-
-def _category(node: Op | Comm | OverlappedOp | LostTime) -> int:
-    if isinstance(node, Op):  # the host's calls count as host time, like transfers
-        return STREAMS.index("offload") if node.record.bound == "host" else 0
-    return STREAMS.index(node.stream)
 
 
 def _is_beside(node: Item) -> bool:
@@ -271,38 +266,30 @@ def backward_pass(block: Block, spec: BackwardSpec, casts: str = "") -> BlockPas
     ``casts``: as in ``forward_pass``; gradients of parameters are cast back.
     """
     items: list[tuple[Item, str]] = []
-    gradients: list[tuple[int, int, bool]] = []
+    arrived: list[tuple[int, int, bool]] = []  # of each gradient: items before it, its elements, whether an expert's
     last, again = _needed_again(block, spec) if spec.recompute == "full" and spec.part != WEIGHT else (-1, ())
-    cores = _attention_cores(block) if spec.recompute == "selective" and spec.part != WEIGHT else {}
-    num_nodes = 0
-
-    def add(new: Iterable[Item], name: str) -> None:
-        add_named((item, name) for item in new)
-
-    def add_named(new: Iterable[tuple[Item, str]]) -> None:
-        nonlocal num_nodes
-        for item, name in new:
-            items.append((item, name))
-            num_nodes += not isinstance(item, Join)
-
+    cores: dict[int, Block] = {}  # consecutive steps of attention cores, by the identity of the last of them
+    if spec.recompute == "selective" and spec.part != WEIGHT:
+        runs = [tuple(run) for is_core, run in groupby(block, lambda step: step.attention_core) if is_core]
+        cores = {id(run[-1]): run for run in runs}
     for place in reversed(range(len(block))):
         step = block[place]
-        if place == last:
-            for before in again:
-                add_named(_run_forward(before, f"again.{before.name}", casts))
+        for before in again if place == last else ():
+            items += _run_forward(before, f"again.{before.name}", casts)
         for before in cores.get(id(step), ()):
-            add(before.forward, f"{before.name}.again")
-        items_of = {BACKWARD: step.full_backward, INPUT: step.backward, WEIGHT: step.weight_grad}
-        add(items_of[spec.part], step.name)
+            items += [(item, f"{before.name}.again") for item in before.forward]
+        own = {BACKWARD: step.full_backward, INPUT: step.backward, WEIGHT: step.weight_grad}[spec.part]
+        items += [(item, step.name) for item in own]
         for numel in _by_arrival(step, casts) if spec.part != INPUT else ():
             if casts:
-                add([Op("cast", (numel,), casts)], f"{step.name}.cast")
+                items.append((Op("cast", (numel,), casts), f"{step.name}.cast"))
             if spec.accumulate:
-                add([Op("add", (numel,), spec.dtype)], f"{step.name}.accumulate")
+                items.append((Op("add", (numel,), spec.dtype), f"{step.name}.accumulate"))
             if spec.bucket_experts if step.expert else spec.bucket:
-                add([Op("copy", (numel,), spec.dtype)], f"{step.name}.bucket")
-            gradients.append((num_nodes, numel, step.expert))
-    return _closed(items, gradients)
+                items.append((Op("copy", (numel,), spec.dtype), f"{step.name}.bucket"))
+            arrived.append((len(items), numel, step.expert))
+    nodes = [0, *accumulate(int(not isinstance(item, Join)) for item, _ in items)]
+    return _closed(items, [(nodes[at], numel, expert) for at, numel, expert in arrived])
 
 
 def _closed(items: list[tuple[Item, str]], gradients: Sequence[tuple[int, int, bool]] = ()) -> BlockPass:
@@ -316,35 +303,15 @@ def _closed(items: list[tuple[Item, str]], gradients: Sequence[tuple[int, int, b
     return BlockPass((*items, *((Join(stream), "") for stream in running)), Gradients(gradients))
 
 
-def _attention_cores(block: Block) -> dict[int, Block]:
-    """Consecutive steps of attention cores, by the identity of the last of them."""
-    found: dict[int, Block] = {}
-    run: Block = ()
-    for step in block:
-        if step.attention_core:
-            found.pop(id(run[-1]) if run else 0, None)
-            run = (*run, step)
-            found[id(step)] = run
-        else:
-            run = ()
-    return found
-
-
 def _needed_again(block: Block, spec: BackwardSpec) -> tuple[int, Block]:
-    """The last step that full recomputation reaches, and the steps that it runs again just before the backward of that
-    step.
+    """The last step that full recomputation reaches, and the steps that it runs again just before that step's backward.
 
     PyTorch's checkpoint (not ``whole``) stops at the last step that keeps something for its backward.
     """
     last = max((index for index, step in enumerate(block) if spec.whole or step.saved), default=-1)
-    again = tuple([_without_product(step) if step.output_kept else step for step in block[: last + 1]])
-    if again and not spec.whole and again[-1].ends_unneeded:
-        again = (*again[:-1], _without_product(again[-1]))
-    return last, again
-
-
-def _without_product(step: Step) -> Step:
-    return replace(step, forward=step.forward[:-1])
+    without = [s.output_kept or (at == last and not spec.whole and s.ends_unneeded) for at, s in enumerate(block)]
+    again = [replace(s, forward=s.forward[:-1]) if less else s for s, less in zip(block, without, strict=True)]
+    return last, tuple(again[: last + 1])
 
 
 @cached(8192)

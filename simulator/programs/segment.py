@@ -48,15 +48,15 @@ class Segment:
     compute_share: float = 0.0
     joined: bool = False
 
-    @cached_property
-    def works(self) -> tuple[Work, ...]:
-        """Distinct signatures in order of first use in ``program``."""
-        return tuple(dict.fromkeys(node.work for node in self.program.nodes))
-
     @property
     def program(self) -> Program:
         """Everything at op level."""
         return self._written[0]
+
+    @cached_property
+    def works(self) -> tuple[Work, ...]:
+        """Distinct signatures in order of first use in ``program``."""
+        return tuple(dict.fromkeys(node.work for node in self.program.nodes))
 
     def filled(self, work: Callable[[Slot], Any]) -> Segment:
         """The segment of one rank, if this is a plan: its ``passages`` and ``sent`` are slots, which ``work`` fills."""
@@ -66,10 +66,10 @@ class Segment:
     @cached_property
     def graph(self) -> OpGraph:
         """``program`` as arrays."""
-        return OpGraph.of(*self._written, self.works)
+        return _graph(self.works, *self._written)
 
     @cached_property
-    def _written(self) -> tuple[Program, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    def _written(self) -> tuple[Program, list[int], list[int], list[int]]:
         return _write_out(self)
 
 
@@ -92,44 +92,34 @@ class OpGraph:
     # index into passages.STREAMS of each node of a passage, one more for all others, same shape
     stream: NDArray[np.int8]
 
-    @classmethod
-    def of(
-        cls,
-        program: Program,
-        blocking: Sequence[int],
-        early: Sequence[int],
-        lost: Sequence[int],
-        works: Sequence[Work],
-    ) -> OpGraph:
-        place = {work: index for index, work in enumerate(works)}
-        clocks = {stream: clock for clock, stream in enumerate(CLOCK_STREAMS)}
-        streams = {stream: index for index, stream in enumerate(STREAMS)}
-        nodes = program.nodes
-        clock = np.array([clocks.get(node.stream, COMPUTE) for node in nodes], dtype=np.int8)
-        first = np.array([np.argmax(clock == c) if (clock == c).any() else -1 for c in range(NUM_CLOCKS)])
-        is_op = np.array([isinstance(node.work, Op) for node in nodes], dtype=np.bool_)
-        taken = np.array([node.stream == "compute" for node in nodes], dtype=np.bool_) & ~is_op
-        stream = np.array([streams.get(node.stream, len(STREAMS)) for node in nodes], dtype=np.int8)
-        calls = [isinstance(node.work, Op) and node.work.record.bound == "host" for node in nodes]
-        stream[calls] = streams["offload"]
-        return cls(
-            np.array([place[node.work] for node in nodes], dtype=np.int32),
-            np.array([node.share for node in nodes]),
-            clock,
-            *dependencies(program),
-            first,
-            is_op,
-            taken,
-            (clock > COMPUTE) | np.isin(np.arange(len(nodes)), lost),
-            np.isin(np.arange(len(nodes)), blocking),
-            np.isin(np.arange(len(nodes)), early),
-            np.where(taken, np.int8(len(STREAMS)), stream),
-        )
+
+def _graph(works: Sequence[Work], program: Program, blocking: list[int], early: list[int], lost: list[int]) -> OpGraph:
+    """A program as arrays; the rest as ``_write_out`` gives it."""
+    place = {work: index for index, work in enumerate(works)}
+    clocks = {stream: clock for clock, stream in enumerate(CLOCK_STREAMS)}
+    streams = {stream: index for index, stream in enumerate(STREAMS)}
+    nodes, numbers = program.nodes, np.arange(len(program.nodes))
+    clock = np.array([clocks.get(node.stream, COMPUTE) for node in nodes], dtype=np.int8)
+    is_op = np.array([isinstance(node.work, Op) for node in nodes], dtype=np.bool_)
+    taken = np.array([node.stream == "compute" for node in nodes], dtype=np.bool_) & ~is_op
+    stream = np.array([streams.get(node.stream, len(STREAMS)) for node in nodes], dtype=np.int8)
+    stream[[isinstance(node.work, Op) and node.work.record.bound == "host" for node in nodes]] = streams["offload"]
+    return OpGraph(
+        np.array([place[node.work] for node in nodes], dtype=np.int32),
+        np.array([node.share for node in nodes]),
+        clock,
+        *dependencies(program),
+        np.array([np.argmax(clock == c) if (clock == c).any() else -1 for c in range(NUM_CLOCKS)]),
+        is_op,
+        taken,
+        (clock > COMPUTE) | np.isin(numbers, lost),
+        np.isin(numbers, blocking),
+        np.isin(numbers, early),
+        np.where(taken, np.int8(len(STREAMS)), stream),
+    )
 
 
 NUM_COLUMNS = 8
-
-
 _Row = tuple[int, int, int, int, int, int, int, int]  # as ``Segment.events``
 
 
@@ -167,7 +157,9 @@ class SegmentBuilder:
         """Run a passage several times, or some of its nodes once."""
         first, last = nodes or (0, passage.num_nodes)
         if last > first and times:
-            self._add((RUN, self.passage(passage), first, last, times, self.name(name), number, step))
+            at = self._passages.setdefault(passage, len(self._passages))
+            label = self._names.setdefault(name, len(self._names))
+            self._rows.append((RUN, at, first, last, times, label, number, step))
 
     def items(self, items: Sequence[Item], name: str, number: int = 0, own: str = "") -> None:
         """Run ops, and collectives of groups other than replicas, as ``name.own``."""
@@ -178,19 +170,19 @@ class SegmentBuilder:
         self, work: Hashable, clock: int, name: str, number: int = 0, *, after: int = -1, early: bool = False
     ) -> int:
         """Start a collective that overlaps with the computation; ``early``: before the computation reaches it."""
-        return self._add((SEND, self.collective(work), clock, after, int(early), self.name(name), number, 0))
+        return self._add(SEND, work, (clock, after, int(early)), name, number)
 
     def host(self, work: Hashable, name: str, number: int = 0) -> int:
         """Start work of the host that overlaps with the computation."""
-        return self._add((SEND, self.collective(work), SECOND, -1, ON_HOST, self.name(name), number, 0))
+        return self._add(SEND, work, (SECOND, -1, ON_HOST), name, number)
 
     def block(self, work: Hashable, clock: int, name: str, number: int = 0) -> int:
         """Run a collective that the computation waits for."""
-        return self._add((BLOCK, self.collective(work), clock, 0, 0, self.name(name), number, 0))
+        return self._add(BLOCK, work, (clock, 0, 0), name, number)
 
     def wait(self, event: int) -> None:
         """Make the computation wait for a message."""
-        self._add((WAIT, event, 0, 0, 0, self.name(""), 0, 0))
+        self._rows.append((WAIT, event, 0, 0, 0, self._names.setdefault("", len(self._names)), 0, 0))
 
     def repeat(self, since: int, times: int, step: int) -> int:
         """Repeat the events since an event; indices advance by ``step``. Return by how many events they are shifted."""
@@ -207,18 +199,6 @@ class SegmentBuilder:
         self._rows = []
         return length * times
 
-    def passage(self, passage: BlockPass | Slot) -> int:
-        """Index of a passage."""
-        return self._passages.setdefault(passage, len(self._passages))
-
-    def collective(self, work: Hashable) -> int:
-        """Index of a collective."""
-        return self._sent.setdefault(work, len(self._sent))
-
-    def name(self, name: str) -> int:
-        """Index of a name."""
-        return self._names.setdefault(name, len(self._names))
-
     def build(self) -> Segment:
         rows = _events(tuple(self._rows))
         return Segment(
@@ -231,8 +211,10 @@ class SegmentBuilder:
             self._joined,
         )
 
-    def _add(self, row: _Row) -> int:
-        self._rows.append(row)
+    def _add(self, kind: int, work: Hashable, how: tuple[int, int, int], name: str, number: int) -> int:
+        """Record an event of a collective; collectives and names are numbered in the order of first use."""
+        at = self._sent.setdefault(work, len(self._sent))
+        self._rows.append((kind, at, *how, self._names.setdefault(name, len(self._names)), number, 0))
         return self.num_events - 1
 
 
@@ -242,7 +224,7 @@ def _events(rows: tuple[_Row, ...]) -> NDArray[np.int32]:
     return np.array(rows, dtype=np.int32).reshape(-1, NUM_COLUMNS)
 
 
-def _write_out(segment: Segment) -> tuple[Program, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def _write_out(segment: Segment) -> tuple[Program, list[int], list[int], list[int]]:
     """Nodes of every event with their dependencies; which ones block the computation, are early, or are lost time."""
     out = Issue(segment.label, segment.compute_share)
     nodes: list[int] = []  # of each event, -1 if it has none
@@ -264,9 +246,8 @@ def _write_out(segment: Segment) -> tuple[Program, tuple[int, ...], tuple[int, .
             node = out.send(segment.sent[what], CLOCK_STREAMS[a], name.format(number), after, early=early, takes=takes)
         nodes.append(node)
     rows = list(zip(nodes, segment.events[:, 0].tolist(), segment.events[:, 4].tolist(), strict=True))
-    blocking = tuple(node for node, kind, _ in rows if kind == BLOCK)
-    early = tuple(node for node, kind, soon in rows if kind == SEND and soon == 1)
-    return out.program(), blocking, early, tuple(out.lost)
+    blocking = [node for node, kind, _ in rows if kind == BLOCK]
+    return out.program(), blocking, [node for node, kind, soon in rows if kind == SEND and soon == 1], out.lost
 
 
 TWICE = "_twice"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import numpy as np
@@ -39,10 +39,7 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        total = 1
-        for _, size in self.axes:
-            total *= size
-        return total
+        return prod(size for _, size in self.axes)
 
     def stride(self, axis: str) -> int:
         """Distance between neighbours along an axis."""
@@ -92,19 +89,12 @@ class Layout:
 
     def strided(self, strides: Strides) -> Group:
         """The group with the given strides, as seen by the one that spans the most nodes."""
-        size = 1
-        for _, number in strides:
-            size *= number
-        if size == 1:
-            return Group()
-        return Group(size, _per_node(strides, size, self.num_ranks, self.devices_per_node))
+        size = prod(number for _, number in strides)
+        return Group() if size == 1 else Group(size, _per_node(strides, size, self.num_ranks, self.devices_per_node))
 
     def pipeline_neighbours(self, stage: int, other: int) -> int:
         """2 if all pairs of ranks that exchange messages between two stages share a node, else 1."""
-        distance = abs(other - stage) * self.stride("pp")
-        if distance % self.devices_per_node == 0 and distance:
-            return 1
-        return _pairs_share(self, min(stage, other), distance)
+        return _neighbours(self, min(stage, other), abs(other - stage) * self.stride("pp"))
 
     def coordinates(self, axis: str) -> NDArray[np.int64]:
         """Place of each rank along an axis, shape ``(num_ranks,)``."""
@@ -165,22 +155,19 @@ def _per_node(strides: Strides, size: int, num_ranks: int, devices_per_node: int
             if size % fits == 0:
                 return fits
     offsets = np.zeros(1, dtype=np.int64)
-    members = np.zeros(num_ranks, dtype=np.bool_)  # ranks whose coordinate along the group's axes is 0
-    members[:] = True
-    ranks = np.arange(num_ranks)
+    members = np.arange(num_ranks)  # ranks whose coordinate along the group's axes is 0
     for stride, number in strides:
         offsets = (offsets[:, None] + stride * np.arange(number)).ravel()
-        members &= ranks // stride % number == 0
-    nodes = np.sort((ranks[members][:, None] + offsets) // devices_per_node, axis=1)
+        members = members[members // stride % number == 0]
+    nodes = np.sort((members[:, None] + offsets) // devices_per_node, axis=1)
     spanned = 1 + int((np.diff(nodes, axis=1) > 0).sum(axis=1).max(initial=0))
     return -(-size // spanned)
 
 
 @cached(4096)
-def _pairs_share(layout: Layout, stage: int, distance: int) -> int:
+def _neighbours(layout: Layout, stage: int, distance: int) -> int:
     first = layout.ranks_of_stage(stage)
-    near = first // layout.devices_per_node == (first + distance) // layout.devices_per_node
-    return 2 if bool(near.all()) else 1
+    return 2 if (first // layout.devices_per_node == (first + distance) // layout.devices_per_node).all() else 1
 
 
 REPLICAS = ("cp", "dp")  # context-parallel ranks hold the same parameters as replicas
@@ -217,14 +204,9 @@ class Groups:
     model: Group  # tensor- and pipeline-parallel ranks: one replica
 
 
-def _tables_of(job: Job) -> RankTables | None:
-    return _rank_tables(job.model, job.sharding, job.table_ranks) if job.model.tables else None
-
-
 @cached(4096)
 def _rank_tables(model: ModelSpec, sharding: ShardingSpec, ranks: Ranks) -> RankTables:
-    places = placements_of(model.tables, sharding, ranks)
-    return rank_tables(model.tables, places, ranks, sharding)
+    return rank_tables(model.tables, placements_of(model.tables, sharding, ranks), ranks, sharding)
 
 
 def rank_shape(job: Job, compute_share: float = 0.0, semantics: ExecutionSemantics | None = None) -> RankShape:
@@ -249,7 +231,7 @@ def rank_shape(job: Job, compute_share: float = 0.0, semantics: ExecutionSemanti
         dispatcher=p.dispatcher if p.ep > 1 else "alltoall",
         recompute_modules=tuple(sorted({*p.recompute_modules} - {"core_attn"})) if p.recompute == "selective" else (),
         compute_share=compute_share if overlap == "backward" else 0.0,  # copy engines transfer the chunks
-        tables=_tables_of(job),
+        tables=_rank_tables(job.model, job.sharding, job.table_ranks) if job.model.tables else None,
     )
 
 
