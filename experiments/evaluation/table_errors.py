@@ -18,7 +18,7 @@ from stepsight.dataset.hardware.hardware import FABRICS, Fabric, find_fabric, fi
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
 from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.tables import Measurements
-from stepsight.experiments.evaluation.error_metrics import Errors, PredictorOf, errors, interval_score
+from stepsight.experiments.evaluation.error_metrics import Errors, PredictorOf, errors, interval_score, share
 from stepsight.experiments.reports.text_table import Number, table, table_of
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.training.collectives.between_nodes import link_doubts
@@ -26,6 +26,7 @@ from stepsight.training.collectives.collective_models import label_of
 from stepsight.training.fitting.own_table import family_figures, shape_of, trained_on
 from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.regression.regressor import rows_by
 from stepsight.training.shipped.catalogue import RECIPES
 from stepsight.training.shipped.from_tables import products_alone
 
@@ -109,27 +110,28 @@ def judge_table(
             return held_out
         reasons = "; ".join(f"{count}: {why}" for why, count in skipped.items()) or "the table is empty"
         raise TableError(f"a table must have rows that can be predicted, got none ({reasons})")
-    rows: dict[tuple[str, str, str], list[int]] = {}
-    for index in known.tolist():
-        rows.setdefault(group_of(measured.works[index], measured.seconds[index]), []).append(index)
+    told, truth, works = predicted[known], measured.seconds[known], [measured.works[index] for index in known.tolist()]
+    groups = rows_by(map(group_of, works, truth.tolist()))
     place = {name: place for classes in (SIZES, RANKS, TIMES) for place, (_, name) in enumerate(classes)}
-    order = sorted(rows, key=lambda group: (group[0], place.get(group[2], -1), place[group[1]]))
+    order = sorted(groups, key=lambda group: (group[0], place.get(group[2], -1), place[group[1]]))
     ran = [measured.software[index] or "not stated" for index in known.tolist()]
-    groups = [(*group, errors(predicted[rows[group]], measured.seconds[rows[group]])) for group in order]
-    labels = []  # family of an op, with its precision where that has kernels of its own; kind and place of a collective
-    for work in (measured.works[index] for index in known.tolist()):
-        own = isinstance(work, Op) and work.record.bound == "compute" and DTYPE_BYTES[work.dtype] != 2
-        name = label_of(work) if isinstance(work, Collective) else work.family
-        labels.append(f"{name}/{work.dtype}" if own and isinstance(work, Op) else name)
     sent = {index: work for index, work in enumerate(measured.works) if isinstance(work, Collective)}
     return TableErrors(
-        tuple(groups),
-        errors(predicted[known], measured.seconds[known]),
+        tuple([(*group, errors(told[groups[group]], truth[groups[group]])) for group in order]),
+        errors(told, truth),
         skipped,
-        family_figures(labels, predicted[known], measured.seconds[known]),
-        family_figures(ran, predicted[known], measured.seconds[known]),
+        family_figures(list(map(_family, works)), told, truth),
+        family_figures(ran, told, truth),
         (*doubts, *(() if fabric is None else link_doubts([*sent.values()], fabric, measured.seconds[[*sent]]))),
     )
+
+
+def _family(work: Op | Collective) -> str:
+    """Family of an op, with its precision where that has kernels of its own; kind and place of a collective."""
+    if isinstance(work, Collective):
+        return label_of(work)
+    own = work.record.bound == "compute" and DTYPE_BYTES[work.dtype] != 2
+    return f"{work.family}/{work.dtype}" if own else work.family
 
 
 def _by_recipes(
@@ -194,32 +196,31 @@ def predict_table(
 ) -> tuple[Array, dict[str, int]]:
     """Predicted seconds of each row by what ran it (-1: unknown), NaN for none, and the number of those by reason."""
     predicted, skipped = np.full(len(measured), np.nan), Counter[str]()
-    seen = np.zeros(len(measured), dtype=np.bool_)  # shapes that their predictor was trained on
-    for device in dict.fromkeys(measured.device):
-        predictor = predictor_of(device)
-        if predictor is not None and predictor.manifest.get("trained_shapes"):
-            rows = [index for index, name in enumerate(measured.device) if name == device]
-            seen[rows] = trained_on(predictor.manifest, [shape_of(measured.works[index]) for index in rows])
-    if seen.any():
-        skipped["the predictor was trained on the shape"] = int(seen.sum())
-    for index in np.flatnonzero(_calibrated_on(measured, predictor_of) & ~seen).tolist():
-        skipped["the predictor was calibrated on it"] += 1
-        seen[index] = True
-    for index in np.flatnonzero(~seen).tolist():
-        if ran[index] == -1:
-            skipped[f"software that the predictor does not know: {measured.software[index]}"] += 1
-            seen[index] = True
-    batches: dict[tuple[str, str, bool], list[int]] = {}
-    for index in np.flatnonzero(~seen).tolist():
-        is_op = isinstance(measured.works[index], Op)
-        batches.setdefault((measured.device[index], "" if is_op else measured.fabric[index], is_op), []).append(index)
-    for (device, links, are_ops), members in batches.items():
+    left = np.ones(len(measured), dtype=np.bool_)  # rows that are predicted
+    trained, calibrated = _taught(measured, predictor_of)
+    unknown = np.array([own == -1 for own in ran], dtype=np.bool_)
+    reasons = {"the predictor was trained on the shape": trained, "the predictor was calibrated on it": calibrated}
+    for name, rows in rows_by(measured.software).items():
+        own = np.isin(np.arange(len(measured)), rows) & unknown
+        reasons[f"software that the predictor does not know: {name}"] = own
+    for reason, mask in reasons.items():
+        if count := int((mask & left).sum()):
+            skipped[reason] += count
+        left &= ~mask
+    kept = np.flatnonzero(left)
+    are_ops = [isinstance(measured.works[index], Op) for index in kept.tolist()]
+    batches = rows_by(
+        (measured.device[index], "" if is_op else measured.fabric[index], is_op)
+        for index, is_op in zip(kept.tolist(), are_ops, strict=True)
+    )
+    for (device, links, is_op), rows in batches.items():
+        members = kept[rows].tolist()
         predictor, hardware = predictor_of(device), find_hardware(device) if device else None
         used = fabric if fabric is not None else _links(links, predictor)
         if predictor is None and hardware is None:
             skipped[f"no predictor and no facts of the device {device!r:.80}: name a predictor"] += len(members)
             continue
-        if not are_ops and used is None:
+        if not is_op and used is None:
             skipped[f"no facts of the fabric {links!r:.80}: state its links with --fabric"] += len(members)
             continue
         for start in range(0, len(members), AT_ONCE):
@@ -228,26 +229,30 @@ def predict_table(
             if predictor is None:
                 assert hardware is not None
                 facts = RooflineLatency(hardware, used or next(iter(FABRICS.values())))
-                predicted[some] = facts.op_seconds(works) if are_ops else facts.collective_seconds(works)
-            elif are_ops:
+                predicted[some] = facts.op_seconds(works) if is_op else facts.collective_seconds(works)
+            elif is_op:
                 predicted[some] = predictor.kernel.seconds(works, 1, [ran[index] for index in some])
             else:
                 assert used is not None
                 predicted[some] = predictor.collective.seconds(works, used)
             if on_rows is not None:
-                on_rows(int(np.isfinite(predicted).sum()), int((~seen).sum()))
+                on_rows(int(np.isfinite(predicted).sum()), len(kept))
     return predicted, dict(skipped)
 
 
-def _calibrated_on(measured: Measurements, predictor_of: PredictorOf) -> NDArray[np.bool_]:
-    """Rows of collectives that the network of a predictor was fitted on, ``(rows,)``."""
-    shapes, fitted = [shape_of(work) for work in measured.works], np.zeros(len(measured), dtype=np.bool_)
-    for predictor in map(predictor_of, dict.fromkeys(measured.device)):
-        record = {} if predictor is None else predictor.manifest.get("calibrated_links", {})
+def _taught(measured: Measurements, predictor_of: PredictorOf) -> NDArray[np.bool_]:
+    """Rows of shapes that their predictor was trained on, and rows that its network was fitted on, ``(2, rows)``."""
+    shapes, found = [shape_of(work) for work in measured.works], np.zeros((2, len(measured)), dtype=np.bool_)
+    for device, rows in rows_by(measured.device).items():
+        predictor = predictor_of(device)
+        manifest = {} if predictor is None else predictor.manifest
+        if manifest.get("trained_shapes"):
+            found[0, rows] = trained_on(manifest, [shapes[index] for index in rows.tolist()])
+        record = manifest.get("calibrated_links", {})
         if record.get("fitted_shapes"):
             same = np.array([measured.files[name].digest in record["files"] for name in measured.source])
-            fitted |= same & trained_on({"trained_shapes": record["fitted_shapes"]}, shapes)
-    return fitted
+            found[1] |= same & trained_on({"trained_shapes": record["fitted_shapes"]}, shapes)
+    return found
 
 
 def _links(named: str, predictor: Predictor | None) -> Fabric | None:
@@ -296,14 +301,17 @@ def table_errors_text(result: TableErrors) -> str:
 def judge_collection(path: Path, predictor: Predictor | str | None = None) -> dict[str, Any]:
     """Compare the measured runs of a collection with predictions; runs that trained the predictor are left out.
 
+    Runs that the predictor cannot speak for are figures of their own: runs with compiled kernels where it was taught
+    none, and runs that take most of their time in what was never measured.
+
     Returns:
-        ``runs`` (times in seconds), ``overall`` (errors, coverage, interval score), ``skipped``, ``warnings`` and
-        ``text``.
+        ``runs`` (times in seconds), ``overall`` (errors, coverage, interval score), ``apart`` (the same of other runs
+        by reason), ``skipped``, ``warnings`` and ``text``.
     """
     rows, skipped = list[dict[str, Any]](), Counter[str]()
-    trained = predictor.manifest.get("runs", ()) if isinstance(predictor, Predictor) else ()
+    manifest = predictor.manifest if isinstance(predictor, Predictor) else {}
     for run in read_collection(path):
-        if not run.whole or run.name in trained:
+        if not run.whole or run.name in manifest.get("runs", ()):
             skipped["the predictor was trained on it" if run.whole else "it stands for a part of a job"] += 1
             continue
         try:
@@ -311,35 +319,48 @@ def judge_collection(path: Path, predictor: Predictor | str | None = None) -> di
         except (JobError, PredictorError) as error:
             skipped[str(error)] += 1
             continue
+        other = COMPILED if run.compiled and not manifest.get("compiled") else OUTSIDE if found.extrapolated else ""
         times = {"measured_s": measured, "predicted_s": found.iteration_time_s, "low_s": found.low_s}
         row = {"run": run.name, "job": run.job.name, "role": run.role, **times, "high_s": found.high_s}
-        row |= {"outside_percent": 100 * found.unsupported_share, "extrapolated": found.extrapolated}
+        row |= {"outside_percent": 100 * found.unsupported_share, "extrapolated": found.extrapolated, "apart": other}
         rows.append({**row, "error_percent": 100 * (found.iteration_time_s / measured - 1), "fits": found.memory.fits})
     if not rows:
         reasons = "; ".join(f"{count} x {why}" for why, count in skipped.items()) or "it has no runs"
         raise TableError(f"a collection must have measured runs that can be judged, got none in {path}: {reasons}")
-    inside = [row["low_s"] <= row["measured_s"] <= row["high_s"] for row in rows]
+    groups = {name: _run_figures([row for row in rows if row["apart"] == name]) for name in ("", COMPILED, OUTSIDE)}
+    overall, apart = groups.pop(""), {name: figures for name, figures in groups.items() if figures["used"]}
     large = [row["run"] for row in rows if not row["fits"]]
     far = [row["run"] for row in rows if row["extrapolated"]]
-    overall = {
-        **errors([row["predicted_s"] for row in rows], [row["measured_s"] for row in rows]).to_dict(),
-        "coverage": 100 * sum(inside) / len(rows),
-        "interval_score": interval_score([SimpleNamespace(**row) for row in rows]),
-        "said_not_to_fit": len(large),
-        "outside_percent": sum(row["outside_percent"] for row in rows) / len(rows),
-    }
     warnings = [f"runs that ran are said not to fit in memory: {', '.join(large)}"] if large else []
     warnings += [f"extrapolated, mostly outside of what was measured: {', '.join(far)}"] if far else []
     titles = {"run": "run", "role": "role", "measured ms": "measured_s", "predicted ms": "predicted_s"}
     titles |= {"from ms": "low_s", "to ms": "high_s", "error %": "error_percent", "outside %": "outside_percent"}
-    lines = [
-        table_of(rows, titles),
-        f"mean error {overall['mape']:.1f} %, max {overall['max']:.1f} %, {overall['coverage']:.0f} % of the runs lie "
-        f"in their intervals, interval score {overall['interval_score']:.2f}, {overall['outside_percent']:.0f} % of "
-        "the predicted time lies outside of what was measured",
-        *(f"warning: {text}" for text in warnings),
-        *(f"left out {count}: {why}" for why, count in skipped.items()),
-    ]
+    lines = [table_of(rows, titles), *([_run_words(overall)] if overall["used"] else [])]
+    lines += [f"apart, {name} ({of['used']} runs): {_run_words(of)}" for name, of in apart.items()]
+    lines += [f"warning: {text}" for text in warnings]
+    lines += [f"left out {count}: {why}" for why, count in skipped.items()]
     shared = {name: overall[name] for name in ("interval_score", "said_not_to_fit")}
-    told = {"runs": rows, "overall": overall, **shared, "skipped": dict(skipped), "warnings": warnings}
+    told = {"runs": rows, "overall": overall, "apart": apart, **shared, "skipped": dict(skipped), "warnings": warnings}
     return {**told, "text": "\n".join(lines)}
+
+
+COMPILED, OUTSIDE = "compiled kernels that taught nothing", "mostly outside of what was measured"
+
+
+def _run_figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    outside = [row["outside_percent"] for row in rows]
+    return {
+        **errors([row["predicted_s"] for row in rows], [row["measured_s"] for row in rows]).to_dict(),
+        "coverage": share([row["low_s"] <= row["measured_s"] <= row["high_s"] for row in rows]),
+        "interval_score": interval_score([SimpleNamespace(**row) for row in rows]),
+        "said_not_to_fit": sum(not row["fits"] for row in rows),
+        "outside_percent": sum(outside) / len(outside) if outside else None,
+    }
+
+
+def _run_words(of: dict[str, Any]) -> str:
+    return (
+        f"mean error {of['mape']:.1f} %, max {of['max']:.1f} %, {of['coverage']:.0f} % of the runs lie in their "
+        f"intervals, interval score {of['interval_score']:.2f}, {of['outside_percent']:.0f} % of the predicted time "
+        "lies outside of what was measured"
+    )

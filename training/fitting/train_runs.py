@@ -218,6 +218,7 @@ def _manifest(
         "data_digests": data,
         "collections": [str(path.resolve()) for path in collections],
         "runs": [run.manifest.name for run in runs],
+        "compiled": any(run.manifest.compiled for run in runs),
         "num_ops": len(profile.ops),
         "num_collectives": len(profile.collectives),
         "fingerprint": dict(runs[0].manifest.fingerprint) if runs else {},

@@ -15,7 +15,7 @@ from stepsight.dataset.base.errors import TableError
 from stepsight.dataset.hardware.hardware import alpha_beta_seconds, find_fabric, find_hardware, roofline_seconds
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements, SourceFile
-from stepsight.experiments.evaluation.table_errors import judge_collection, judge_table, table_errors_text
+from stepsight.experiments.evaluation.table_errors import COMPILED, judge_collection, judge_table, table_errors_text
 from stepsight.training.fitting.own_table import pack_shapes, shape_of
 from stepsight.training.shipped.catalogue import shipped_predictor
 from tests.dataset.run_folders import write_run
@@ -113,3 +113,14 @@ def test_a_collection_judges_a_predictor(tmp_path: Path) -> None:
     assert told["runs"][0]["outside_percent"] == told["overall"]["outside_percent"] and "outside %" in told["text"]
     done = CliRunner().invoke(app, ["evaluate", str(runs), "--predictor", "roofline", "--json"])
     assert json.loads(done.stdout)["overall"]["mape"] == told["overall"]["mape"]
+
+
+def test_compiled_runs_are_figures_of_their_own(tmp_path: Path) -> None:
+    """A predictor that was taught no compiled kernels is not blamed for them in the mean of the others."""
+    told = judge_collection(Path(__file__).parents[3] / "examples/collection", "roofline")
+    compiled = [row for row in told["runs"] if row["role"] == "compiled"]
+    (figures,) = told["apart"].values()
+    assert figures["used"] == len(compiled) == 2 and told["overall"]["used"] == len(told["runs"]) - 2
+    assert {row["apart"] for row in compiled} == set(told["apart"]) == {COMPILED}
+    assert figures["mape"] == pytest.approx(np.mean([abs(row["error_percent"]) for row in compiled]))
+    assert f"apart, {COMPILED} (2 runs): mean error" in told["text"]
