@@ -208,11 +208,19 @@ class SearchResult:
     @property
     def proof(self) -> str:
         """The quality of the best strategy in words: ``optimal`` or ``within 3 %``."""
-        if not self.any_fits:
-            return self._none_fits
-        if self.gap_percent is None:
-            return "not proved"
-        return "optimal" if self.gap_percent == 0 else f"within {self.gap_percent:.2g} % of the optimum"
+        if self.any_fits:
+            if self.gap_percent is None:
+                return "not proved"
+            return "optimal" if self.gap_percent == 0 else f"within {self.gap_percent:.2g} % of the optimum"
+        if self.undecided:
+            tried = f"none of the {self.evaluated} strategies evaluated fits in memory"
+            return f"{tried}, and {self.undecided} that may fit were not evaluated: search on"
+        text = "the only legal one is" if self.legal == 1 else f"all {self.legal} legal ones are"
+        text = f"no strategy fits in memory: {text} too large"
+        if self.choices:
+            needed = f"{self.choices[0].peak_bytes / 1e9:.1f} GB of {self.choices[0].capacity_bytes / 1e9:.1f} GB"
+            text += f"; {self.choices[0].job.name} needs least, {needed}"
+        return text
 
     @property
     def best(self) -> Choice:
@@ -222,22 +230,8 @@ class SearchResult:
             JobError: If none fits.
         """
         if not self.any_fits:
-            raise JobError(self._none_fits)
+            raise JobError(self.proof)
         return self.choices[0]
-
-    @property
-    def _none_fits(self) -> str:
-        if self.undecided:
-            tried = f"none of the {self.evaluated} strategies evaluated fits in memory"
-            return f"{tried}, and {self.undecided} that may fit were not evaluated: search on"
-        few = "the only legal one is" if self.legal == 1 else f"all {self.legal} legal ones are"
-        if not self.choices:
-            return f"no strategy fits in memory: {few} too large"
-        least = self.choices[0]
-        return (
-            f"no strategy fits in memory: {few} too large; {least.job.name} needs least, "
-            f"{least.peak_bytes / 1e9:.1f} GB of {least.capacity_bytes / 1e9:.1f} GB"
-        )
 
     @cached_property
     def front(self) -> list[dict[str, Any]]:
@@ -251,14 +245,20 @@ class SearchResult:
     @property
     def _rows(self) -> list[dict[str, Any]]:
         rows = [self._row(choice) for choice in self.choices]
-        if self.regrets:
-            for row, regret in itertools.zip_longest(rows, self.regrets):
-                row["expected_regret_percent"] = regret
+        for row, regret in itertools.zip_longest(rows, self.regrets) if self.regrets else ():
+            row["expected_regret_percent"] = regret
         return rows
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; ``best`` is None if no strategy fits in memory."""
-        rows = self._rows
+        rows, experts = self._rows, dict[str, Any]()
+        if self.expert_loads is not None:  # placement of the best strategy's experts
+            experts["expert_placement"] = None
+            if self.any_fits:
+                best, loads = self.choices[0], self.expert_loads
+                in_order = best._predict(loads.apply(best.job, by_load=False)).iteration_time_s
+                told = {**loads.to_dict(best.job.parallel.ep), "iteration_time_in_order_s": in_order}
+                experts["expert_placement"] = told
         return {
             "best": rows[0] if self.any_fits else None,
             "evaluated": self.evaluated,
@@ -269,20 +269,10 @@ class SearchResult:
             "plans": [self._row(choice) for choice in self.plans],
             "skipped": list(self.skipped),
             "rivals": [rival.to_dict() for rival in self.rivals],
-            **self._experts,
+            **experts,
             **({"baselines": dict(self.baselines)} if self.baselines else {}),
             "choices": rows,
         }
-
-    @property
-    def _experts(self) -> dict[str, Any]:
-        """Placement of the best strategy's experts; None if no strategy fits in memory."""
-        loads = self.expert_loads
-        if loads is None or not self.any_fits:
-            return {} if loads is None else {"expert_placement": None}
-        best = self.choices[0]
-        in_order = best._predict(loads.apply(best.job, by_load=False)).iteration_time_s
-        return {"expert_placement": {**loads.to_dict(best.job.parallel.ep), "iteration_time_in_order_s": in_order}}
 
     def to_frame(self) -> DataFrame:
         """A pandas table with a row for each strategy, best first.

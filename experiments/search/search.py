@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -109,9 +108,8 @@ def search(
             on_trial or show,
             map_fn,
         )
-        if scenarios is None or scenarios.is_empty:
-            return _search_one(job, asked)
-        return _search_scenarios(job, asked, scenarios)
+        compared = scenarios or Scenarios()
+        return _search_one(job, asked) if compared.is_empty else _search_scenarios(job, asked, compared)
 
 
 def progress_words(job: Job, best: float | None) -> tuple[str, str]:
@@ -130,7 +128,7 @@ class _Asked:
     goal: Goal
     settings: SearchSettings
     expert_loads: ExpertLoads | None
-    on_trial: OnTrial | None
+    on_trial: OnTrial
     map_fn: MapFn | None
 
     def __post_init__(self) -> None:
@@ -232,9 +230,7 @@ class _JobSearch:
         self._own = Choice.of(self._given, asked.predict)
         self._first = self._grid.find(self._given.job)  # the job's own strategy; None if it is not in the space
         self._wanted = max(settings.top, 1 + MOST_RIVALS) if goal.robust == REGRET else settings.top
-        self._shortest = [goal.judged(self._own.timed)] if self._own.fits else []  # of the ``_wanted`` best strategies
         self._known: dict[int, Choice] = {} if self._first is None else {self._first: self._own}
-        self._seen = 0  # strategies of ``_done`` that are in ``_shortest``
 
     def _open_evaluations(self) -> Evaluations:
         """The evaluations of this question; Optuna is used only if a storage or sampler needs it."""
@@ -276,10 +272,8 @@ class _JobSearch:
         random = np.random.default_rng()
 
         def choose(count: int) -> Sequence[int]:
-            self._learn()
-            known, beat = self._shortest, math.inf  # the value that a bound must be below to be worth predicting
-            if len(known) >= self._wanted:
-                beat = known[self._wanted - 1] / (1.0 + self._settings.gap / 100.0)
+            known = self._shortest()  # a bound must be below the last of as many as are wanted to be worth predicting
+            beat = known[-1] / (1.0 + self._settings.gap / 100.0) if len(known) == self._wanted else math.inf
             ahead = order[: int(np.searchsorted(bounds.seconds[order], beat))]
             ahead = ahead[left[ahead]]
             # Processes that share a study would all evaluate the same strategies if each took the first.
@@ -320,14 +314,12 @@ class _JobSearch:
         """Lower bounds of all strategies."""
         return grid_bounds(self._grid, self._given)
 
-    def _learn(self) -> float:
-        """Add the new times; return the smallest relevant seconds of all strategies that fit."""
-        for index, seconds in list(self._done.items())[self._seen :]:
-            if seconds is not None and (index != self._first or not self._own.fits):
-                bisect.insort(self._shortest, self._goal.judged(seconds))
-                del self._shortest[self._wanted :]
-        self._seen = len(self._done)
-        return self._shortest[0] if self._shortest else math.inf
+    def _shortest(self) -> list[float]:
+        """The seconds that count of the best strategies that fit, as many as are wanted."""
+        times = [seconds for seconds in self._done.values() if seconds is not None]
+        if self._own.fits and self._first not in self._done:
+            times.append(self._own.timed)
+        return sorted(map(self._goal.judged, times))[: self._wanted]
 
     def _evaluate(self, chosen: list[int]) -> None:
         """Predict strategies and record them."""
@@ -340,10 +332,9 @@ class _JobSearch:
                 answers = ask_mapped(jobs, asked.predictor, asked.map_fn)
             self._known |= dict(zip(new, Choice.of_answers(jobs, answers, asked.predict), strict=True))
         self._evaluations.add({index: self._known[index] for index in chosen})
-        shortest = self._learn()
+        shortest = next(iter(self._shortest()), None)
         for number in range(before, before + len(chosen)):
-            if asked.on_trial is not None:
-                asked.on_trial(number, None if math.isinf(shortest) else shortest)
+            asked.on_trial(number, shortest)
 
     def _result(self) -> SearchResult:
         """All strategies of a study; those that other processes evaluated are predicted on request."""
@@ -358,7 +349,7 @@ class _JobSearch:
         ranked, regrets = by_expected_regret(ranked) if goal.robust == REGRET else (ranked, ())
         gap_percent, undecided = self._proof()
         if regrets and gap_percent is not None:  # the strategy with the least regret may not be the fastest
-            slower = (1.0 + gap_percent / 100.0) * ranked[0].timed[0] / self._learn()
+            slower = (1.0 + gap_percent / 100.0) * ranked[0].timed[0] / self._shortest()[0]
             gap_percent = max(0.0, 100.0 * (slower - 1.0))
         return SearchResult(
             ranked,
@@ -396,15 +387,11 @@ class _JobSearch:
 
     def _proof(self) -> tuple[float | None, int]:
         """How much longer than the optimum the best takes at most, in percent; and how many others may be better."""
-        best, left = self._learn(), self._grid.remaining
-        if not left.any():
-            return (None if math.isinf(best) else 0.0), 0
-        bounds_s = self._bounds.seconds[left & self._bounds.may_fit]
-        undecided = int(np.count_nonzero(bounds_s < best))
-        least = float(bounds_s.min(initial=math.inf))
-        if math.isinf(best) or least <= 0:
-            return None, undecided
-        return max(0.0, 100.0 * (best / least - 1.0)), undecided
+        best, left = next(iter(self._shortest()), math.inf), self._grid.remaining
+        bounds_s = self._bounds.seconds[left & self._bounds.may_fit] if left.any() else np.array([math.inf])
+        undecided, least = int(np.count_nonzero(bounds_s < best)), float(bounds_s.min(initial=math.inf))
+        unknown = math.isinf(best) or least <= 0
+        return None if unknown else max(0.0, 100.0 * (best / least - 1.0)), undecided
 
 
 def expresses(to: str, job: Job) -> bool:

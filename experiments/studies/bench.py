@@ -144,10 +144,8 @@ def bench_text(figures: Row) -> str:
     ]
     keys = ("figure", "value", "unit", "peers")
     rows = [dict(zip(keys, (*each, PEERS.get(each[0], "")), strict=True)) for each in values]
-    sizes = {key: key for key in ("tp", "pp", "dp", "micro_batches")}
-    curve = {**sizes, "predict ms": "time", "every action ms": "every"}
-    times = [{**row, "time": row["ms"] / 1e3, "every": row["every_action_ms"] / 1e3} for row in figures["scaling"]]
-    return f"{table_of(rows, {key: key for key in keys}, 2)}\n\n{table_of(times, curve, 2)}"
+    curve = {key: key for key in figures["scaling"][0]}
+    return f"{table_of(rows, {key: key for key in keys}, 2)}\n\n{table_of(figures['scaling'], curve, 2)}"
 
 
 def run(options: argparse.Namespace) -> tuple[Row, str]:

@@ -21,9 +21,9 @@ import numpy as np
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tensors.program import TensorProgram
-from stepsight.experiments.reports.text_table import Column, table_of
+from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.search.model_grid import model_grid
-from stepsight.experiments.studies.study import Row, Study, cases
+from stepsight.experiments.studies.study import Row, Study, cases, figures_text
 from stepsight.training.fitting.train_runs import spearman
 from stepsight.training.prediction.captured_prediction import predict_captured
 from stepsight.training.predictor.predictor import Predictor
@@ -169,9 +169,8 @@ def run(options: argparse.Namespace) -> tuple[Row, str]:
     if options.measure:
         rows = measured_rows(Predictor.load(options.measure))
         told, took = (np.array([row[name] for row in rows]) for name in ("predicted_ms", "measured_ms"))
-        figure = float(spearman(told, took))
-        columns: dict[str, str | Column] = {name: name for name in rows[0]}
-        return {"spearman": figure, "programs": rows}, f"{table_of(rows, columns)}\nSpearman {figure:.3f}"
+        figures: Row = {"spearman": float(spearman(told, took)), "programs": rows}
+        return figures, f"{table_of(rows, {name: name for name in rows[0]})}\n{figures_text(figures)}"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "gpt2.pt2"
         write_model(path, cases("distir")["sizes"])

@@ -26,7 +26,7 @@ from stepsight.dataset.harness.scripts.launch import Ranks
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.sharding import REPLICATED, equal_exchange, placements_of
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.experiments.reports.text_table import Column, table_of
+from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.sharding import placed
 from stepsight.experiments.studies.study import Study, cases
@@ -95,11 +95,9 @@ def _errors(predicted: Any, measured: Any) -> dict[str, float]:
 
 def _error_text(told: dict[str, Any]) -> str:
     rows = [{"what": key, **value} for key, value in told.items() if isinstance(value, dict)]
-    columns: dict[str, Column] = {"geometric mean, %": lambda row: 100.0 * row["geometric_mean"]}
-    columns |= {"mean, %": lambda row: 100.0 * row["mean"], "p90, %": lambda row: 100.0 * row["p90"]}
+    columns = {"": "what", "judged": "judged", "geometric mean": "geometric_mean", "mean": "mean", "p90": "p90"}
     before, after = told["load"]
-    text = table_of(rows, {"": "what", "judged": "judged", **columns})
-    return f"{text}\nload of the machine: {before:.1f} before, {after:.1f} after"
+    return f"{table_of(rows, columns, 4)}\nload of the machine: {before:.1f} before, {after:.1f} after"
 
 
 def two_rank_jobs(seed: int) -> list[Job]:
@@ -185,13 +183,8 @@ def run_placements(options: argparse.Namespace) -> tuple[Any, str]:
         if legal := [ratio for ratio in ratios if ratio < math.inf]:
             near = sum(ratio <= 1.05 for ratio in legal)
             told[name] = {"tasks": len(legal), "regret": float(np.mean(legal)) - 1.0, "within_5_percent": near}
-    columns = {
-        "placement": lambda row: row[0],
-        "legal": lambda row: row[1]["tasks"],
-        "predicted regret, %": lambda row: 100.0 * row[1]["regret"],
-        "within 5 %": lambda row: f"{row[1]['within_5_percent']} of {options.tasks}",
-    }
-    return told, table_of(list(told.items()), columns)
+    columns = {"placement": "name", "legal": "tasks", "predicted regret": "regret", "within 5 %": "within_5_percent"}
+    return told, table_of([{"name": name, **figures} for name, figures in told.items()], columns, 4)
 
 
 LOOKUPS = Study(

@@ -12,7 +12,6 @@ import fnmatch
 import json
 import math
 import re
-import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -37,8 +36,8 @@ from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.harness.models import parallel
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective
-from stepsight.experiments.reports.text_table import table_of
-from stepsight.experiments.studies.study import Row, Study, cases
+from stepsight.experiments.reports.text_table import Column, table_of
+from stepsight.experiments.studies.study import Row, Study, cases, figures_text
 from stepsight.simulator.iteration.simulate import segment_flops, simulate
 from stepsight.simulator.memory import estimate_memory
 from stepsight.simulator.programs.lower import Lowered
@@ -129,18 +128,16 @@ def run_memory(options: argparse.Namespace) -> tuple[Any, str]:
         for way in tried["ways"]:
             change = {key: value for key, value in way.items() if key != "rank"}
             rows.append(tracked_row(tracked_job({**size, **change}), way["rank"]))
-    errors = [row["error"] for row in rows]
-    sizes = list(map(abs, errors))
-    median, worst, bias = statistics.median(sizes), max(sizes), statistics.median(errors)
-    shown = [
-        {"name": row["name"], "truth": row["truth_bytes"] / 1e9, "estimate": row["estimate_bytes"] / 1e9,
-         "percent": 100 * row["error"]}
-        for row in rows
-    ]  # fmt: skip
-    columns = {"job": "name", "MemTracker GB": "truth", "estimate GB": "estimate", "error %": "percent"}
-    told = f"{len(rows)} jobs: median error {100 * median:.1f} %, worst {100 * worst:.1f} %, bias {100 * bias:.1f} %"
-    summary = {"rows": len(rows), "median": median, "worst": worst, "bias": bias}
-    return {"summary": summary, "rows": rows}, f"{table_of(shown, columns, 3)}\n\n{told}"
+    errors = np.array([row["error"] for row in rows])
+    summary = {"median": float(np.median(np.abs(errors))), "worst": float(np.abs(errors).max())}
+    summary |= {"rows": len(rows), "bias": float(np.median(errors))}
+    columns: dict[str, str | Column] = {
+        "job": "name",
+        "MemTracker GB": lambda row: row["truth_bytes"] / 1e9,
+        "estimate GB": lambda row: row["estimate_bytes"] / 1e9,
+        "error %": lambda row: 100 * row["error"],
+    }
+    return {"summary": summary, "rows": rows}, f"{table_of(rows, columns, 3)}\n\n{figures_text(summary)}"
 
 
 MEMORY = Study(
@@ -240,13 +237,13 @@ def run_capture(options: argparse.Namespace) -> tuple[Any, str]:
             rows.append(compare(name, values))
     if not rows:
         raise StepsightError(f"--only must match one of {', '.join(strategies())}, got {options.only!r:.80}")
-    told = [{**row, "agree": f"{len(row['differences'])} differ" if row["differences"] else "all"} for row in rows]
-    columns = {"strategy": "strategy", "ranks": "ranks", "collectives": "collectives", "agree": "agree",
-               "FLOP off, %": "flops_off_percent", "job ms": "lowered_s", "script ms": "captured_s",
-               "time off, %": "time_off_percent"}  # fmt: skip
+    keys = ("strategy", "ranks", "collectives")
+    columns: dict[str, str | Column] = {key: key for key in keys}
+    columns["differ"] = lambda row: len(row["differences"])
+    columns |= {"FLOP off, %": "flops_off_percent", "job ms": "lowered_s", "script ms": "captured_s"}
     off = [abs(row["time_off_percent"]) for row in rows]
-    told_off = f"time off by {np.mean(off):.2f} % on average, {max(off):.2f} % at most, over {len(rows)} strategies"
-    return {"rows": rows}, f"{table_of(told, columns, 2)}\n\n{told_off}"
+    told = figures_text({"mean time off, %": float(np.mean(off)), "most": max(off), "strategies": len(rows)})
+    return {"rows": rows}, f"{table_of(rows, {**columns, 'time off, %': 'time_off_percent'}, 2)}\n\n{told}"
 
 
 CAPTURE = Study(
