@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import PredictorError, StepsightError, TableError
 from stepsight.dataset.base.files import digest
@@ -21,7 +22,6 @@ from stepsight.experiments.evaluation.error_metrics import (
     Scored,
     Times,
     carried_forward,
-    grouped,
     regret,
     score,
     series_of,
@@ -33,6 +33,7 @@ from stepsight.experiments.reports.text_table import table
 from stepsight.training.corrections.calibration import RESOURCES
 from stepsight.training.fitting.fit_calibration import CalibrationFit, TimedJob, fit_calibration, off_by
 from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.regression.regressor import rows_by
 
 ONE_SIDED = 1.28  # standard deviations of a confidence of 90 %
 PRIOR_RUNS, PRIOR_SPREAD = 2.0, 4.0  # percentage points by which gains of single runs usually differ
@@ -200,12 +201,12 @@ def _evidence(by: str, rows: Sequence[Scored], after: Sequence[float], every_row
     before_s, after_s = np.array([row.predicted_s for row in rows]), np.array(after)
     measured_s, choices = np.array([row.measured_s for row in rows]), [row.choice for row in rows]
 
-    def change(at: Sequence[int], before: Times) -> Change:
+    def change(at: Sequence[int] | NDArray[np.int64], before: Times) -> Change:
         return Change.of(before, after_s[at], measured_s[at])
 
     forward = dict(zip(map(id, every_row), carried_forward(every_row), strict=True))
     known = {at: seconds for at, row in enumerate(rows) if (seconds := forward[id(row)]) is not None}
-    sources = grouped(rows, lambda row: row.row.source)
+    sources = rows_by(row.row.source for row in rows)
     first, second = (regret(choices, list(seconds), measured_s.tolist()) or 0.0 for seconds in (before_s, after_s))
     return Evidence(
         **vars(change(range(len(rows)), before_s)),
@@ -246,7 +247,7 @@ def split_rows(
 ) -> Split:
     """Rows to fit, of at most ``most_gpus`` devices or of a set's smallest size, and larger ones to judge."""
     fitted = set[int]()
-    for indices in grouped(rows, set_of).values():
+    for indices in rows_by(map(set_of, rows)).values():
         limit = max(most_gpus, min(rows[i].row.gpus for i in indices))
         fitted.update(i for i in indices if rows[i].row.gpus <= limit)
     return [rows[i] for i in sorted(fitted)], [row for i, row in enumerate(rows) if i not in fitted]
@@ -304,7 +305,7 @@ def calibrate_small(
         found = [(row, after, carried[id(row)]) for row, after in zip(judging, again, strict=True)]
         judged.setdefault(source, []).extend(found)
     every = [row for found in judged.values() for row in found]
-    kinds = grouped(every, lambda row: f"{row[0].row.source}: {row[0].kind}")
+    kinds = rows_by(f"{row.row.source}: {row.kind}" for row, _, _ in every)
     return {
         "sources": {name: {"fitted": fitted_of[name], **_beside(found)} for name, found in judged.items()},
         "overall": {"fitted": fitted_of.total(), **_beside(every)},

@@ -6,9 +6,10 @@ import csv
 import json
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.base.files import check_writable, write_json, write_text
@@ -109,34 +110,29 @@ STRATEGIES: dict[str, dict[str, object]] = {
 }
 
 
-class LocalJob(NamedTuple):
-    """A job on one node of this machine, as a row of a table."""
+_SIZES = ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len")
 
-    family: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    seq_len: int
-    strategy: str = "single"  # A key of ``STRATEGIES``
-    micro_batch: int = 1
-    num_micro_batches: int = 1  # of each replica
 
-    def job(self) -> Job:
-        """The row as a job."""
-        *sizes, strategy, micro_batch, num_micro_batches = self
-        stated: dict[str, Any] = dict(zip(self._fields, sizes, strict=False))
-        parallel = ParallelSpec(**{"dp": 1, **STRATEGIES[strategy]})  # type: ignore[arg-type]
-        devices = parallel.tp * parallel.pp * parallel.dp
-        global_batch = micro_batch * num_micro_batches * parallel.dp
-        return Job(
-            model=ModelSpec(**stated),
-            parallel=parallel,
-            batch=BatchSpec(micro_batch=micro_batch, global_batch=global_batch, precision="fp32"),
-            cluster=ClusterSpec(hardware="local-cpu", devices_per_node=devices, fabric="loopback"),
-        )
+def sized_job(
+    sizes: Sequence[Any], parallel: Mapping[str, Any], batches: tuple[int, int] = (1, 1), **cluster: Any
+) -> Job:
+    """A job of a model from its sizes, as ``_SIZES``; on one node of this machine in fp32 unless ``cluster`` differs.
+
+    Args:
+        sizes: Of the model.
+        parallel: Fields of ``ParallelSpec``.
+        batches: The micro-batch, and the number of micro-batches of each replica.
+        cluster: Fields of ``ClusterSpec``, and the ``precision``.
+    """
+    split, (micro_batch, number) = ParallelSpec(**{"dp": 1, **parallel}), batches
+    stated = {"hardware": "local-cpu", "fabric": "loopback", "nodes": 1, "precision": "fp32", **cluster}
+    precision = stated.pop("precision")
+    return Job(
+        model=ModelSpec(**dict(zip(_SIZES, sizes, strict=True))),
+        parallel=split,
+        batch=BatchSpec(micro_batch=micro_batch, global_batch=micro_batch * number * split.dp, precision=precision),
+        cluster=ClusterSpec(devices_per_node=split.tp * split.pp * split.dp // stated["nodes"], **stated),
+    )
 
 
 def jobs_of(role: str) -> list[Job]:
@@ -146,9 +142,12 @@ def jobs_of(role: str) -> list[Job]:
     held-out job occurs in the others; GPipe, and sequence parallelism for Llama, are not in the training runs.
     """
     text = resources.files(__package__).joinpath("jobs.csv").read_text("utf-8")
-    rows: list[list[Any]] = [[int(word) if word.isdigit() else word for word in row]
-                             for row in csv.reader(text.splitlines())]  # fmt: skip
-    return [LocalJob(*row[1:]).job() for row in rows if row[0] == role]
+    rows = [[int(word) if word.isdigit() else word for word in row] for row in csv.reader(text.splitlines())]
+    return [
+        sized_job(sizes, STRATEGIES[str(strategy)], (int(micro), int(number)))
+        for own, *sizes, strategy, micro, number in rows
+        if own == role
+    ]
 
 
 def search_job() -> Job:

@@ -10,8 +10,7 @@ Predicts a row of a table of runs: by a predictor that did not learn from it, an
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from statistics import fmean
@@ -30,6 +29,7 @@ from stepsight.training.fitting.train_runs import spearman
 from stepsight.training.prediction.prediction import ROOFLINE, asked_predictor, is_word, predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.software_used import SoftwareUsed, kernels_asked
+from stepsight.training.regression.regressor import rows_by
 from stepsight.training.shipped.catalogue import shipped_predictor, shipped_without
 from stepsight.training.tracking.store import load_predictor
 
@@ -167,7 +167,7 @@ def regret(groups: Sequence[Hashable], predicted: Sequence[float], measured: Seq
     which all are predicted alike leaves no choice and does not count.  None if no group does.
     """
     costs = []
-    for rows in grouped(groups, lambda group: group).values():
+    for rows in rows_by(groups).values():
         times, truths = [predicted[i] for i in rows], [measured[i] for i in rows]
         if max(times) > min(times):
             costs.append(chosen_time(times, truths) / min(truths) - 1.0)
@@ -211,19 +211,11 @@ def best_scale(ideal: Sequence[float], measured: Sequence[float]) -> float:
     return float((1.0 / weight)[order][np.searchsorted(reached, reached[-1] / 2.0)])
 
 
-def grouped(rows: Iterable[Any], key: Callable[[Any], Hashable]) -> dict[Hashable, list[int]]:
-    """Indices of rows with the same key."""
-    groups: dict[Hashable, list[int]] = defaultdict(list)
-    for index, row in enumerate(rows):
-        groups[key(row)].append(index)
-    return groups
-
-
 def constant_mfu(rows: Sequence[Scored], *, by_source: bool = True) -> list[float]:
     """Seconds of every row by a constant MFU of its chip and precision (and source), in their order."""
     seconds = [0.0] * len(rows)
     alike = lambda row: (row.row.source * by_source, row.job.cluster.hardware, row.job.batch.precision)
-    for indices in grouped(rows, alike).values():
+    for indices in rows_by(map(alike, rows)).values():
         ideal = []
         for row in (rows[i] for i in indices):  # with the pipeline's time over that of its work
             p = row.job.parallel
@@ -245,7 +237,7 @@ def carried_forward(rows: Sequence[Scored]) -> list[float | None]:
         micro = rows[start].job.batch.micro_batch / rows[row].job.batch.micro_batch
         return max(micro, 1 / micro), abs(sequences[start] / sequences[row] - 1.0)
 
-    for indices in grouped(rows, series_of).values():
+    for indices in rows_by(map(series_of, rows)).values():
         fewest = min(rows[i].row.gpus for i in indices)
         smallest = [i for i in indices if rows[i].row.gpus == fewest]
         for i in indices:
@@ -277,7 +269,7 @@ def choice_groups(rows: Sequence[Scored]) -> list[dict[str, Any]]:
         order (``top_order``; of those predicted alike a half).
     """
     naive, found = constant_mfu(rows), []
-    for indices in grouped(rows, lambda row: row.choice).values():
+    for indices in rows_by(row.choice for row in rows).values():
         own, strategies = [rows[i] for i in indices], set()
         for p, batch in ((row.job.parallel, row.job.batch) for row in own):
             degrees = (p.tp, p.cp, p.pp, p.ep, p.dp, p.schedule, p.virtual_stages, p.stage_layers, p.order)

@@ -19,7 +19,6 @@ from stepsight.experiments.evaluation.error_metrics import (
     FittedRowError,
     Scored,
     errors,
-    grouped,
     predictor_by_hardware,
     score,
 )
@@ -27,6 +26,7 @@ from stepsight.experiments.evaluation.runs_table import read_runs_table
 from stepsight.experiments.reports.text_table import Column, NotebookBar, Number, table_of
 from stepsight.training.corrections.intervals import published_widths, seconds_text
 from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.regression.regressor import rows_by
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -54,7 +54,7 @@ class Evaluation:
 
     def by(self, key: Callable[[Scored], str]) -> dict[str, list[Scored]]:
         """Rows that count, in groups."""
-        return {str(name): [self.scored[i] for i in found] for name, found in grouped(self.scored, key).items()}
+        return {str(name): [self.scored[i] for i in found] for name, found in rows_by(map(key, self.scored)).items()}
 
     @property
     def points(self) -> dict[str, list[tuple[float, float]]]:

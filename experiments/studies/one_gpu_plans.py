@@ -21,6 +21,7 @@ from stepsight.dataset.harness.base.errors import HarnessError
 from stepsight.dataset.harness.plan import SCHEMA, check_plan
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Op
+from stepsight.experiments.demo.demo import sized_job
 from stepsight.experiments.studies.study import cases
 from stepsight.simulator.durations.latency_model import preset_latency
 from stepsight.simulator.iteration.simulate import simulate
@@ -39,7 +40,6 @@ class StepCase:
 
     job: Job
     role: str  # train, heldout or STAND_IN
-    launch_bound: bool = False  # a GPU would wait for its host most of the time
     compiled: bool = False  # it also runs with compiled kernels
     rank: int = 0  # the one that runs, of a stand-in
 
@@ -50,7 +50,7 @@ def step_cases(device: str, hardware: str) -> list[StepCase]:
     for role in ("train", "heldout"):
         for *sizes, words in runs[role]:
             job = _job(device, hardware, sizes, {"recompute": "full"} if "recompute" in words else {})
-            found.append(StepCase(job, role, "launch-bound" in words, "compiled" in words and device == "cuda"))
+            found.append(StepCase(job, role, "compiled" in words and device == "cuda"))
     return found
 
 
@@ -63,21 +63,11 @@ def stand_ins(device: str, hardware: str) -> list[StepCase]:
 
 
 def _job(device: str, hardware: str, sizes: Any, parallel: dict[str, Any], nodes: int = 1) -> Job:
-    family, layers, hidden, heads, kv_heads, ffn, vocab, seq_len, micro_batch, num_micro_batches = sizes
-    split = ParallelSpec(**{"dp": 1, **parallel})
-    model = ModelSpec(
-        family=family, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab,
-        seq_len=seq_len,
-    )  # fmt: skip
-    batch = BatchSpec(
-        micro_batch=micro_batch,
-        global_batch=micro_batch * num_micro_batches * split.dp,
-        precision="pure-bf16" if device == "cuda" else "fp32",
-    )
-    devices = split.tp * split.pp * split.dp // nodes
     fabric = usual_fabric(hardware) if find_hardware(hardware) is not None else ASSUMED_FABRIC
-    cluster = ClusterSpec(hardware=hardware, nodes=nodes, devices_per_node=devices, fabric=fabric)
-    return Job(model=model, parallel=split, batch=batch, cluster=cluster)
+    precision = "pure-bf16" if device == "cuda" else "fp32"
+    *model, micro_batch, number = sizes
+    cluster = {"hardware": hardware, "fabric": fabric, "nodes": nodes, "precision": precision}
+    return sized_job(model, parallel, (micro_batch, number), **cluster)
 
 
 VARIANTS = ("eager", "compiled")

@@ -18,7 +18,7 @@ from stepsight.dataset.base.errors import PredictorError, TraceError
 from stepsight.dataset.base.files import write_json
 from stepsight.dataset.runs.run_folder import read_collection, read_event_file, read_run
 from stepsight.dataset.tables import Measurements
-from stepsight.experiments.demo.demo import LocalJob
+from stepsight.experiments.demo.demo import sized_job
 from stepsight.training.measured.planning import make_plan
 from stepsight.training.predictor.predictor import Predictor
 from tests.experiments.evaluation.run_tables import run_row, write_runs
@@ -199,7 +199,7 @@ SEARCH = Command(_search_prepare, _search, _search_check, _search_check)
 
 
 def _collect_prepare(folder: Path) -> None:
-    jobs = [LocalJob("gpt", layers, 32, 2, 2, 64, 64, 16, "single", 1, 1).job() for layers in (1, 2)]
+    jobs = [sized_job(("gpt", layers, 32, 2, 2, 64, 64, 16), {}) for layers in (1, 2)]
     counts = {"rounds": 2, "steps": 1, "warmup": 2, "profile_steps": 1}
     plan = make_plan([("train", job, counts) for job in jobs], profile_jobs=jobs[:1], event_seconds=0.2)
     plan["events"][0]["ops"] = plan["events"][0]["ops"][:3]

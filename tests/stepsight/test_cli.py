@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from stepsight.cli import VERBS, app, main
 from stepsight.dataset.tables.measurements import Measurements
-from stepsight.experiments.demo.demo import LocalJob
+from stepsight.experiments.demo.demo import sized_job
 from stepsight.experiments.tasks.settings import CollectSettings
 from tests.dataset.run_folders import write_events, write_run
 
@@ -197,7 +197,7 @@ def test_mistakes(
 def test_an_interrupted_collection_says_how_to_go_on(tmp_path: Path) -> None:
     """Ctrl-C of ``collect`` (as SIGTERM) ends the workers; one line says what to do."""
     job = tmp_path / "job.json"
-    job.write_text(LocalJob("gpt", 1, 32, 2, 2, 64, 64, 16).job().to_json())
+    job.write_text(sized_job(("gpt", 1, 32, 2, 2, 64, 64, 16), {}).to_json())
     command = [sys.executable, "-m", "stepsight", "collect", job, "--out", tmp_path / "c", "--steps", "100000"]
     with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 120

@@ -57,9 +57,8 @@ def test_no_heldout_run_is_like_a_training_run(device: str, hardware: str) -> No
 
 
 @pytest.mark.parametrize(("device", "hardware"), DEVICES)
-def test_launch_bound_models_teach_and_judge(device: str, hardware: str) -> None:
+def test_a_third_of_the_runs_judges_and_some_teach_recomputation(device: str, hardware: str) -> None:
     found = step_cases(device, hardware)
-    assert {case.role for case in found if case.launch_bound} == {"train", "heldout"}
     assert 3 * len(_of(found, "heldout")) >= len(found) - 1
     assert {job.parallel.recompute for job in _of(found, "train")} == {"none", "full"}
 

@@ -22,7 +22,7 @@ from stepsight.dataset.kinds.op import OP_KINDS
 from stepsight.dataset.runs.run_folder import read_event_file
 from stepsight.dataset.runs.run_manifest import HARDWARE as BOX_HARDWARE
 from stepsight.dataset.runs.run_manifest import read_box
-from stepsight.experiments.demo.demo import LocalJob
+from stepsight.experiments.demo.demo import sized_job
 from stepsight.experiments.questions.describe import describe
 from stepsight.experiments.tasks.collecting import collect_jobs, collect_ops, heavy_calls, read_plan
 from stepsight.experiments.tasks.settings import CollectSettings
@@ -40,7 +40,7 @@ def collect(job: Path, out: Path, plan_only: bool = False, box: Any = None, **ch
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
     path = tmp_path / "job.json"
-    path.write_text(LocalJob("gpt", 1, 32, 2, 2, 64, 64, 16).job().to_json())
+    path.write_text(sized_job(("gpt", 1, 32, 2, 2, 64, 64, 16), {}).to_json())
     return path
 
 
@@ -61,7 +61,7 @@ def test_a_second_model_measures_only_new_signatures(job: Path, tmp_path: Path) 
     """With what an earlier collection on this machine holds; another machine's is refused."""
     collect(job, tmp_path / "first")
     other = tmp_path / "other.json"
-    other.write_text(LocalJob("gpt", 1, 32, 2, 2, 96, 64, 16).job().to_json())
+    other.write_text(sized_job(("gpt", 1, 32, 2, 2, 96, 64, 16), {}).to_json())
     found = collect_jobs([other], tmp_path / "second", SETTINGS, reuse=[tmp_path / "first"])
     (taken,) = (tmp_path / "second" / "events").glob("reused*.json")
     measured, known = (read_json(path)["records"] for path in (tmp_path / "second" / "events" / "world1.json", taken))
