@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,32 +201,35 @@ def _rivals(result: SearchResult) -> list[str]:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    """The strategies; columns without information are left out."""
-    numbered = [{"#": number, **row} for number, row in enumerate(rows, start=1)]
+    """The strategies; columns without information are left out.  Strategies that do not fit were not timed."""
     columns: dict[str, str | Callable[[dict[str, Any]], Any]] = {"#": "#"}
     if any("sharding" in row for row in rows):
         columns |= {"tables": "placement", "busiest": lambda row: f"{row['imbalance']:.3g}"}
     else:
         columns |= {axis: axis for axis in ("tp", "cp", "ep") if axis == "tp" or any(row[axis] > 1 for row in rows)}
-        columns |= {"pp": "pp", "dp": "dp", "mb": "micro_batch", "schedule": _schedule, "zero": _sharding}
-        columns |= {"recompute": _recompute, "sp": lambda row: "yes" if row["sequence_parallel"] else "no"}
+        columns |= {"pp": "pp", "dp": "dp", "mb": "micro_batch"}
+        columns["schedule"] = _schedule
+        columns["zero"] = lambda row: (
+            f"{row['zero_stage']}/{row['dp_shard']}" if row["dp_shard"] else str(row["zero_stage"])
+        )
+        columns["recompute"] = _recompute
+        columns["sp"] = lambda row: "yes" if row["sequence_parallel"] else "no"
     if len({row["order"] for row in rows}) > 1:
         columns["order"] = "order"
     if any(row["stage_layers"] for row in rows):
         columns["layers per stage"] = _layers
     if any("imbalance" in row for row in rows):
         columns["busiest"] = lambda row: f"{row['imbalance']:.3g}"
-    timed = {"iteration": "{iteration_time_s}", "interval": "{low_s} to {high_s}"}
-    columns |= {name: partial(_times, text) for name, text in timed.items()}
+    times = {"iteration": ("iteration_time_s",), "interval": ("low_s", "high_s")}
+    for name, keys in times.items():
+        columns[name] = lambda row, keys=keys: (  # type: ignore[misc]
+            "-" if row["iteration_time_s"] is None else " to ".join(seconds_text(row[key]) for key in keys)
+        )
     if any("expected_regret_percent" in row for row in rows):
         regret = "expected_regret_percent"
         columns["regret %"] = lambda row: "-" if row[regret] is None else f"{row[regret]:.2f}"
     columns["GB"] = lambda row: Number(row["memory_bytes"] / 1e9, 2)
-    return table_of(numbered, {**columns, "fits": _fits})
-
-
-def _fits(row: dict[str, Any]) -> str:
-    return ("tight" if row["tight"] else "yes") if row["fits"] else "NO"
+    return table_of([{"#": at, **row} for at, row in enumerate(rows, start=1)], {**columns, "fits": _fits})
 
 
 def _layers(row: dict[str, Any]) -> str:
@@ -241,19 +243,10 @@ def _schedule(row: dict[str, Any]) -> str:
     return "-" if row["pp"] == 1 else f"{row['schedule']} x{chunks}" if chunks > 1 else str(row["schedule"])
 
 
-def _sharding(row: dict[str, Any]) -> str:
-    return f"{row['zero_stage']}/{row['dp_shard']}" if row["dp_shard"] else str(row["zero_stage"])
-
-
 def _recompute(row: dict[str, Any]) -> str:
-    if row["offload_activations"]:
-        return "offload"
-    every = row["recompute_every"]
-    return f"full/{every}" if row["recompute"] == "full" and every > 1 else str(row["recompute"])
+    every = f"/{row['recompute_every']}" if row["recompute"] == "full" and row["recompute_every"] > 1 else ""
+    return "offload" if row["offload_activations"] else f"{row['recompute']}{every}"
 
 
-def _times(text: str, row: dict[str, Any]) -> str:
-    """Times in a text; strategies that do not fit were not timed."""
-    if row["iteration_time_s"] is None:
-        return "-"
-    return text.format(**{key: seconds_text(row[key]) for key in ("iteration_time_s", "low_s", "high_s")})
+def _fits(row: dict[str, Any]) -> str:
+    return ("tight" if row["tight"] else "yes") if row["fits"] else "NO"

@@ -65,27 +65,6 @@ def warm_up(job: Job) -> None:
     ask_many([job] * FEWEST)  # intervals have compiled loops of their own
 
 
-def scaling(job: Job) -> list[Row]:
-    """Time of a prediction as micro-batches, stages, replicas and tensor-parallel ranks are doubled in turn."""
-    rows = []
-    plans = [(8, 16, 8, m) for m in (48, 96, 192, 384)]
-    plans += [(8, pp, 8, 192) for pp in (4, 8, 32)]
-    plans += [(8, 16, dp, 192) for dp in (16, 64, 256)] + [(tp, 16, 8, 192) for tp in (1, 2, 4)]
-    for tp, pp, dp, micro_batches in plans:
-        changed = replace(
-            job,
-            parallel=replace(job.parallel, tp=tp, pp=pp, dp=dp, sequence_parallel=tp > 1),
-            batch=replace(job.batch, global_batch=micro_batches * dp * job.batch.micro_batch),
-            cluster=replace(job.cluster, nodes=tp * pp * dp // job.cluster.devices_per_node),
-        )
-        seconds = median_seconds(partial(time_and_fit, changed, None))
-        # Start and end of every action, which a timeline needs and the iteration time does not.
-        every = lambda job=changed: predict(job).simulation.pipeline_runs[0].run.clocks.max()
-        row = {"tp": tp, "pp": pp, "dp": dp, "micro_batches": micro_batches}
-        rows.append({**row, "ms": 1e3 * seconds, "every_action_ms": 1e3 * median_seconds(every, 5)})
-    return rows
-
-
 def rates(job: Job) -> Row:
     """Rates by CPU time: distinct strategies around a job, the same again, and with intervals; events of a timeline."""
     distinct = list(strategies(job, SPACE))
@@ -128,7 +107,7 @@ def bench(predictor: Predictor | None = None) -> Row:
     code = "import time; t = time.perf_counter(); import stepsight; print(time.perf_counter() - t)"
     imports = [subprocess.run([sys.executable, "-c", code], capture_output=True, check=True) for _ in range(7)]
     import_s = statistics.median(float(run.stdout) for run in imports)
-    return {"import_s": import_s, "predict_ms": predict_ms, **found, "scaling": scaling(large)}
+    return {"import_s": import_s, "predict_ms": predict_ms, **found}
 
 
 def bench_text(figures: Row) -> str:
@@ -144,8 +123,7 @@ def bench_text(figures: Row) -> str:
     ]
     keys = ("figure", "value", "unit", "peers")
     rows = [dict(zip(keys, (*each, PEERS.get(each[0], "")), strict=True)) for each in values]
-    curve = {key: key for key in figures["scaling"][0]}
-    return f"{table_of(rows, {key: key for key in keys}, 2)}\n\n{table_of(figures['scaling'], curve, 2)}"
+    return table_of(rows, {key: key for key in keys}, 2)
 
 
 def run(options: argparse.Namespace) -> tuple[Row, str]:

@@ -34,8 +34,6 @@ MODELS = {
     "gpt2": ModelSpec(family="gpt", layers=8, seq_len=64, **_SHARED),  # type: ignore[arg-type]
     "t5": ModelSpec(family="t5", layers=2, seq_len=64, encoder_layers=2, encoder_seq_len=128, **_SHARED),  # type: ignore[arg-type]
 }
-SEARCHED = ModelSpec(family="gpt", layers=48, seq_len=64, **_SHARED)  # type: ignore[arg-type]
-SEARCHED_BATCH = 16
 
 
 @dataclass(frozen=True)
@@ -169,41 +167,23 @@ def collectives_of(box: Box) -> list[Collective]:
     return found
 
 
-SEARCHED_RANKS = 16
-MOST_TENSOR_PARALLEL = 4  # collectives of more ranks use too much of a small machine's cores
-
-
-def candidates() -> list[BoxCase]:
-    """Every strategy with the same global batch: tensor parallel up to four, 1F1B plain and interleaved."""
-    box = read_box(f"{SEARCHED_RANKS}x1@{RATE}mbit")
-    found = []
-    for parallel in parallel_specs(SEARCHED, SEARCHED_RANKS):
-        for chunks in (1, 2, 3):
-            parts = parallel.pp * chunks
-            batches = SEARCHED_BATCH // parallel.dp
-            if (parallel.pp == 1 and chunks > 1) or SEARCHED.layers % parts or parallel.tp > MOST_TENSOR_PARALLEL:
-                continue
-            if (parallel.pp > 1 and batches < parallel.pp) or (chunks > 1 and batches % parallel.pp):
-                continue  # the runtime needs at least as many micro-batches as stages
-            found.append(case("searched", SEARCHED, box, replace(parallel, virtual_stages=chunks), batches))
-    return found
-
-
 def sleeping(box: Box) -> SleepingLatency:
     """Sleeping times of the box's ranks, and its links from their facts."""
     return SleepingLatency(PRESETS[HARDWARE], box.links)
 
 
-def measure_cases(cases: Sequence[BoxCase], out: Path, *, events: bool = True) -> list[str]:
-    """Run missing cases, one collection per box; return names of runs that used too much of the cores.
+def measure_cases(cases: Sequence[BoxCase], out: Path) -> list[str]:
+    """Run missing cases, one collection per box, and what ops and collectives take on their own.
 
-    ``events``: also what ops and collectives take on their own.  Small boxes first.  All of a box's runs take turns, so
-    that a drift of the machine touches them alike.
+    Small boxes first.  All of a box's runs take turns, so that a drift of the machine touches them alike.
+
+    Returns:
+        Names of runs that used too much of the cores.
     """
     rejected, boxes = [], dict[Box, list[BoxCase]]()
     # The work that a box's ranks really compute: copies and sums of gradients.
     ops = [Op(kind, (2**power,), "fp32") for kind in ("add", "copy", "elementwise") for power in (10, 16, 18, 20, 21)]
-    for box in profiled_boxes() if events else ():
+    for box in profiled_boxes():
         plan = box_plan(box, [], sleeping(box), collectives=collectives_of(box), ops=ops, event_seconds=EVENT_SECONDS)
         run_plan(plan, out / PROFILE / f"events-{box.name.replace('@', '-')}", progress=True)
     for found in cases:

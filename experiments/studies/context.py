@@ -4,10 +4,9 @@
 
 Each form corrects the seconds of ops and collectives alone: none, a table by kind and phase, own features, messages of
 neighbours, and ``auto``, which takes as much of each as runs held back say.  A roofline, and trees on features of a
-node and of its neighbours, stand beside them.  The task ``edges`` leaves each kind of edge out of the network and of
-the trees instead.  DATA holds a folder for each task: ``runs`` (collections, also of ``edges``) and ``cluster``
-(``profile`` and ``judge``, as ``small-to-large`` writes them).  Errors are in parts of the error of the regressors
-alone.
+node and of its neighbours, stand beside them.  DATA holds a folder for each task: ``runs`` (collections) and
+``cluster`` (``profile`` and ``judge``, as ``small-to-large`` writes them).  Errors are in parts of the error of the
+regressors alone.
 """
 
 from __future__ import annotations
@@ -41,11 +40,10 @@ from stepsight.gnn.context_model import BOUND, mean_network
 from stepsight.gnn.inference import FORMS
 from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.context.examples import Measured, Taught, iteration_times, joined, measured_runs
-from stepsight.training.context.fit_context import ITERATION_WEIGHT, Example, fit_context, node_weights, op_error
+from stepsight.training.context.fit_context import ITERATION_WEIGHT, Example, node_weights, op_error
 from stepsight.training.context.learn_context import AUTO, hold_back, standard_error
 from stepsight.training.fitting.train_runs import with_measured
 from stepsight.training.kernels.kernel_models import fit_kernels
-from stepsight.training.measured.imported_ops import read_graphs
 from stepsight.training.measured.measured import (
     MeasuredRun,
     fill_from_traces,
@@ -61,12 +59,6 @@ Array = NDArray[np.float64]
 Fitted = dict[str, tuple[Any, float]]  # by name: a context model, and the CPU seconds that its training took
 LEAST_LOG = 1e-4  # smaller mean errors of the regressors alone count as this one
 TREES = {"trees, own features": (), "trees, neighbours' features": RELATIONS}
-EVERY = "every edge"
-HEARING: dict[str, tuple[str, ...]] = {
-    EVERY: RELATIONS,
-    **{f"without {left}": tuple(each for each in RELATIONS if each != left) for left in RELATIONS},
-    "no edge": (),
-}
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------
@@ -92,19 +84,11 @@ class Task:
     groups: Mapping[str, str]  # group of each run that judges; a split never parts a group
     split: Callable[[frozenset[str]], Split]  # from the groups that are held out
     is_fixed: bool = False  # all groups are judged at once, by models that other runs taught
-    compares: str = "forms"  # of the network, or ``edges`` that it and trees hear
 
 
-def runs_task(folder: Path, name: str = "runs") -> Task:
-    """Ops in context and whole iterations of collections, as ``train`` reads them; runs held out.
-
-    The task ``edges`` has the data edges of execution traces too, which ``train`` does not read.
-    """
+def runs_task(folder: Path) -> Task:
+    """Ops in context and whole iterations of collections, as ``train`` reads them; runs held out."""
     predictor, runs = _regressors(_collections(folder))
-    if name == "edges":
-        own = [run.manifest.folder for run in runs if isinstance(run, MeasuredRun)]
-        graphs = read_graphs(own, ("step", "segment"))
-        runs = [replace(run, segments=read.segments) for run, read in zip(runs, graphs, strict=True)]
     names = [run.name for run in runs]
     seen, unseen = (
         dict(zip(names, measured_runs(runs, each), strict=True)) for each in (predictor, predictor.left_out)
@@ -121,10 +105,10 @@ def runs_task(folder: Path, name: str = "runs") -> Task:
         )
 
     about = "ops in context and iterations of collected runs; runs held out"
-    return Task(name, about, {name: name for name in names}, split, compares="edges" if name == "edges" else "forms")
+    return Task("runs", about, {name: name for name in names}, split)
 
 
-def cluster_task(folder: Path, name: str) -> Task:
+def cluster_task(folder: Path) -> Task:
     """Iterations of 8 and 16 ranks in boxes (``judge``), learned from boxes of at most 4 (``profile``)."""
     predictor, small = _regressors(_collections(folder / "profile"))
     found = [run for each in _collections(folder / "judge") for run in read_collection(each).runs]
@@ -133,15 +117,10 @@ def cluster_task(folder: Path, name: str) -> Task:
     seen, unseen = (measured_runs(small, each) for each in (predictor, predictor.left_out))
     split = Split(seen, unseen, {}, list(large.values()), predictor)
     about = "iterations of 8 and 16 ranks in boxes, learned from at most 4; the steadiest run of a job judges"
-    return Task(name, about, {name: name for name in large}, lambda held: split, is_fixed=True)
+    return Task("cluster", about, {name: name for name in large}, lambda held: split, is_fixed=True)
 
 
-# With the folder of their data.
-TASKS: Mapping[str, tuple[str, Callable[[Path, str], Task]]] = {
-    "runs": ("runs", runs_task),
-    "edges": ("runs", runs_task),
-    "cluster": ("cluster", cluster_task),
-}
+TASKS: Mapping[str, Callable[[Path], Task]] = {"runs": runs_task, "cluster": cluster_task}  # by folder of their data
 
 
 def _collections(folder: Path) -> list[Path]:
@@ -227,17 +206,6 @@ def fit_tree_context(split: Split, seed: int, relations: tuple[str, ...]) -> tup
     return OwnContext(TreeContext(grown, names, relations)), time.process_time() - begin
 
 
-def fit_edges(split: Split, seed: int) -> Fitted:
-    """The graph network and trees without each kind of edge, trained on a split."""
-    models, (examples, wholes) = Fitted(none=(None, 0.0)), joined(split.seen)
-    for name, relations in HEARING.items():
-        begin = time.process_time()
-        network = mean_network([fit_context(examples, wholes, seed=seed, relations=relations)], FORMS["graph"])
-        models[name] = network, time.process_time() - begin
-        models[f"trees, {name}"] = fit_tree_context(split, seed, relations)
-    return models
-
-
 def fit_all(split: Split, seed: int) -> Fitted:
     """The forms of the network that runs held back choose between, trees and a roofline, trained on a split."""
     begin = time.process_time()
@@ -278,7 +246,7 @@ def judge(task: Task, seeds: int, folds: int, teach: int = 0) -> Row:
         for fold, held in enumerate(_folds(task, folds, seed, teach)):
             print(f"{task.name}: seed {seed}, fold {fold}", file=sys.stderr, flush=True)
             split = task.split(held)
-            for model, (context, took) in (fit_all if task.compares == "forms" else fit_edges)(split, seed).items():
+            for model, (context, took) in fit_all(split, seed).items():
                 own = errors.setdefault(model, _Errors(*np.full((2, seeds, len(place)), np.nan)))
                 own.fit_s.append(took)
                 for name, examples in split.judged.items():
@@ -307,7 +275,7 @@ def _folds(task: Task, count: int, seed: int, teach: int) -> list[frozenset[str]
 
 
 def _outcome(task: Task, errors: Mapping[str, _Errors]) -> Row:
-    groups, reference = np.array(list(task.groups.values())), AUTO if task.compares == "forms" else EVERY
+    groups = np.array(list(task.groups.values()))
     scores = {model: _scores(own, errors["none"]) for model, own in errors.items()}
     judged = [group for group in sorted(set(groups.tolist())) if np.isfinite(scores["none"][:, groups == group]).any()]
     by_group = {
@@ -315,8 +283,7 @@ def _outcome(task: Task, errors: Mapping[str, _Errors]) -> Row:
     }
     rows = []
     for model, own in errors.items():
-        beside = f"trees, {reference}" if model.startswith("trees") and reference == EVERY else reference
-        behind = by_group[model] - by_group[beside]
+        behind = by_group[model] - by_group[AUTO]
         rows.append(
             {
                 "model": model,
@@ -331,7 +298,7 @@ def _outcome(task: Task, errors: Mapping[str, _Errors]) -> Row:
             }
         )
     told = {"task": task.name, "about": task.about, "runs": len(task.groups), "groups": len(judged)}
-    return {**told, "reference": reference, "rows": rows}
+    return {**told, "reference": AUTO, "rows": rows}
 
 
 def _scores(own: _Errors, alone: _Errors) -> Array:
@@ -357,10 +324,10 @@ def outcome_text(outcome: Mapping[str, Any]) -> str:
 
 def run(options: argparse.Namespace) -> tuple[Any, str]:
     """Judge one task, or all whose data are there."""
-    names = options.task or [name for name, (folder, _) in TASKS.items() if (options.data / folder).is_dir()]
+    names = options.task or [name for name in TASKS if (options.data / name).is_dir()]
     if not names:
         raise TraceError(f"--data must be a folder with a folder for a task ({', '.join(TASKS)}), got {options.data}")
-    tasks = [TASKS[name][1](options.data / TASKS[name][0], name) for name in names]
+    tasks = [TASKS[name](options.data / name) for name in names]
     outcomes = [judge(task, options.seeds, options.folds, options.teach) for task in tasks]
     return outcomes, "\n\n".join(map(outcome_text, outcomes))
 

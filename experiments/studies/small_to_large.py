@@ -28,13 +28,9 @@ from stepsight.experiments.evaluation.error_metrics import regret
 from stepsight.experiments.reports.plots import plot_predicted_against_measured
 from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.studies.box_cases import (
-    JUDGE,
-    SEARCHED,
     BoxCase,
     box_cases,
-    candidates,
     measure_cases,
-    strategy_name,
     training_folders,
 )
 from stepsight.experiments.studies.study import Row, Study, figures_text
@@ -176,11 +172,11 @@ def formula(job: Job) -> float:
 def run_boxes(out: Path, only: str = "*") -> Row:
     """Measure, train, predict and compare the runs whose names match ``only``; a second call continues.
 
-    What trains is always measured whole.  The search runs with ``only = "*"`` or ``box/*``.
+    What trains is always measured whole.
     """
     check_writable(out)
-    wanted, whole = [case for case in box_cases() if fnmatch(case.name, only)], fnmatch("box/searched", only)
-    if not wanted and not whole:
+    wanted = [case for case in box_cases() if fnmatch(case.name, only)]
+    if not wanted:
         raise CollectError(f"--only must match a run such as box/gpt2/2M2P4D, got {only!r}")
     training = [case for case in box_cases() if not case.judges]
     rejected = measure_cases([*training, *(case for case in wanted if case.judges)], out)
@@ -198,43 +194,10 @@ def run_boxes(out: Path, only: str = "*") -> Row:
     summary = summarise_boxes(judged or small, predictor)
     summary["rejected"] = [name for name in rejected if fnmatch(name, only)]
     summary["in_sample"] = [figures for _, figures, _ in small]
-    if whole:
-        summary["search"] = search_boxes(predictor, out)
-        profiling, direct = rank_seconds(folders), rank_seconds(sorted((out / JUDGE).iterdir()), events=False)
-        percent = 100 * profiling / max(direct, 1e-9)
-        summary["cost"] = {"profiling_rank_s": profiling, "direct_rank_s": direct, "percent": percent}
     write_json(out / "box.json", summary)
     write_text(out / "box.txt", box_text(summary) + "\n")
     plot_predicted_against_measured(summary["runs"], out / "box.png", "clusters in a box: what was never trained on")
     return summary
-
-
-def rank_seconds(collections: Sequence[Path], *, events: bool = True) -> float:
-    """Seconds of all ranks in the runs of some collections, and in their event profiles."""
-    total = 0.0
-    for folder in collections:
-        for run in (read_manifest(path.parent) for path in sorted(folder.glob("runs/*/manifest.json"))):
-            total += run.world_size * sum(run.step_seconds)
-        for file in map(read_json, sorted(folder.glob("events/*.json")) if events else ()):
-            total += file["world_size"] * sum(each["seconds"] * each["repeats"] for each in file["records"])
-    return total
-
-
-def search_boxes(predictor: Predictor, out: Path) -> Row:
-    """Strategies for an unmeasured model: predict all, run the best, the second and the worst, compare."""
-    cases = candidates()
-    order = sorted(cases, key=lambda case: predict(case.job, predictor).iteration_time_s)
-    places = {order[at].name: place for place, at in (("best", 0), ("second", 1), ("worst", -1))}
-    runs = [order[0], order[1], order[-1]]
-    measure_cases(runs, out / "search", events=False)
-    choices = [
-        {"place": places[case.name], "strategy": strategy_name(case.job.parallel), **figures}
-        for case, figures, _ in compare_cases(runs, out / "search", predictor)
-    ]
-    found = bool(choices) and choices[0]["place"] == "best"
-    lost = 100 * (choices[0]["measured_s"] / min(row["measured_s"] for row in choices) - 1) if found else None
-    model = f"gpt of {SEARCHED.layers} layers"
-    return {"model": model, "strategies": len(cases), "choices": choices, "regret": lost}
 
 
 def summarise_boxes(rows: Sequence[tuple[BoxCase, Row, Array]], predictor: Predictor) -> Row:
@@ -282,15 +245,10 @@ def box_text(summary: Row) -> str:
         table_of(runs, columns, 2),
         "* communication decides; spread: largest less smallest of three repeats; activity: lengths of what each rank "
         "did; stamps: begin and end of every pass, median, in parts of the iteration\n",
-        figures_text({**summary, **summary.get("cost", {})}),
+        figures_text(summary),
         "",
         table_of(same, {"the same runs by": "name", "mean error %": "mean_error", "max %": "max_error"}, 2),
     ]
-    if found := summary.get("search"):
-        keys = {"": "place", "strategy": "strategy", "predicted s": "predicted_s", "measured s": "measured_s",
-                "error %": "error"}  # fmt: skip
-        lines += [f"\nsearch: {found['model']}, 16 ranks, {found['strategies']} strategies",
-                  table_of(found["choices"], keys, 2), figures_text(found)]  # fmt: skip
     if summary["rejected"]:
         lines.append(f"\nleft out, cores more than 25 % busy: {', '.join(summary['rejected'])}")
     return "\n".join(lines)

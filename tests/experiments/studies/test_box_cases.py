@@ -14,7 +14,6 @@ from stepsight.dataset.runs.run_manifest import read_box
 from stepsight.experiments.studies.box_cases import (
     MODELS,
     box_cases,
-    candidates,
     case,
     collectives_of,
     parallel_specs,
@@ -80,9 +79,3 @@ def test_a_larger_box_among_those_that_train_is_refused(tmp_path: Path) -> None:
         (folder / "plan.json").write_text(json.dumps({"box": read_box(text).to_dict()}))
     with pytest.raises(CollectError, match="at most 4 ranks may train, got 8"):
         training_folders(tmp_path)
-
-
-def test_the_search_has_one_global_batch() -> None:
-    found = candidates()
-    assert {case.job.batch.global_batch for case in found} == {16}
-    assert len({case.name for case in found}) == len(found) > 15

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -53,15 +52,6 @@ def test_what_a_table_can_learn_is_learned_on_runs_that_are_held_out(task: Task,
     assert rows["auto"]["behind"] == 0.0 and "made" in context.outcome_text(outcome)
 
 
-def test_each_kind_of_edge_is_left_out_in_turn(task: Task) -> None:
-    """Data edges say nothing here; each model stands beside the one of its kind that hears all."""
-    outcome = context.judge(replace(task, compares="edges"), seeds=1, folds=2)
-    rows = {row["model"]: row for row in outcome["rows"]}
-    assert set(rows) == {"none", *context.HEARING, *(f"trees, {name}" for name in context.HEARING)}
-    assert max(row["score"] for name, row in rows.items() if name != "none") < 0.3
-    assert rows[context.EVERY]["behind"] == rows[f"trees, {context.EVERY}"]["behind"] == 0.0
-
-
 def test_features_of_neighbours_come_from_both_sides() -> None:
     """Columns by relation and direction follow a node's own ones; without them, rows are the network's features."""
     example = _example("a", (0, 1, 0))
@@ -74,7 +64,7 @@ def test_features_of_neighbours_come_from_both_sides() -> None:
 def test_a_folder_without_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A task needs at least two groups, and ``--data`` a task's folder."""
     assert context.STUDY.main(["--data", str(tmp_path)]) == 2
-    assert "runs, edges, cluster" in capsys.readouterr().err
+    assert "runs, cluster" in capsys.readouterr().err
     single = Task("one", "", {"a": "a"}, lambda held: Split([], [], {}))
     with pytest.raises(TraceError, match="at least 2 groups"):
         context.judge(single, 1, 2)
