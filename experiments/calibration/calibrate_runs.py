@@ -31,9 +31,9 @@ from stepsight.experiments.evaluation.evaluate import Evaluation, evaluate, figu
 from stepsight.experiments.evaluation.row_jobs import is_copy
 from stepsight.experiments.reports.text_table import table
 from stepsight.training.corrections.calibration import RESOURCES
+from stepsight.training.corrections.corrector import rows_by
 from stepsight.training.fitting.fit_calibration import CalibrationFit, TimedJob, fit_calibration, off_by
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.regression.regressor import rows_by
 
 ONE_SIDED = 1.28  # standard deviations of a confidence of 90 %
 PRIOR_RUNS, PRIOR_SPREAD = 2.0, 4.0  # percentage points by which gains of single runs usually differ

@@ -24,12 +24,12 @@ from stepsight.dataset.job.frameworks import Framework
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.evaluation.row_jobs import PublishedJob, is_copy, jobs_of, run_digest
 from stepsight.experiments.evaluation.runs_table import Row, RowError
+from stepsight.training.corrections.corrector import rows_by
 from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE
 from stepsight.training.fitting.train_runs import spearman
 from stepsight.training.prediction.prediction import ROOFLINE, asked_predictor, is_word, predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.software_used import SoftwareUsed, kernels_asked
-from stepsight.training.regression.regressor import rows_by
 from stepsight.training.shipped.catalogue import shipped_predictor, shipped_without
 from stepsight.training.tracking.store import load_predictor
 

@@ -24,9 +24,9 @@ from stepsight.experiments.evaluation.error_metrics import (
 )
 from stepsight.experiments.evaluation.runs_table import read_runs_table
 from stepsight.experiments.reports.text_table import Column, NotebookBar, Number, table_of
+from stepsight.training.corrections.corrector import rows_by
 from stepsight.training.corrections.intervals import published_widths, seconds_text
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.regression.regressor import rows_by
 
 if TYPE_CHECKING:
     from pandas import DataFrame

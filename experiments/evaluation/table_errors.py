@@ -23,10 +23,10 @@ from stepsight.experiments.reports.text_table import Number, table, table_of
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.training.collectives.between_nodes import link_doubts
 from stepsight.training.collectives.collective_models import label_of
+from stepsight.training.corrections.corrector import rows_by
 from stepsight.training.fitting.own_table import family_figures, shape_of, trained_on
 from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.regression.regressor import rows_by
 from stepsight.training.shipped.catalogue import RECIPES
 from stepsight.training.shipped.from_tables import products_alone
 
