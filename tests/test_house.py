@@ -48,9 +48,9 @@ PLANTED = {
         "stepsight.simulator.memory.peaks imports torch",
     ),
     "numpy in the harness": (
-        "dataset/harness/plan/job_checks.py",
+        "dataset/harness/plan/plan_checks.py",
         "import numpy",
-        "stepsight.dataset.harness.plan.job_checks imports numpy",
+        "stepsight.dataset.harness.plan.plan_checks imports numpy",
     ),
     "lazy, in a sub-folder": (
         "training/regression/trees.py",

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 from stepsight.dataset.base.bounded import MOST_TABLES, read_file, read_text, read_toml, reason
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError, StepsightError
-from stepsight.dataset.harness.base.atomic_files import parse_json as parse_json  # it must stand alone
+from stepsight.dataset.harness.base import atomic_files  # it must stand alone
+from stepsight.dataset.harness.base.atomic_files import parse_json as parse_json
 
 
 @cached(32)
@@ -89,16 +90,10 @@ def new_file(path: Path) -> Iterator[Path]:
     """Yield a temporary file next to ``path``, which is renamed to ``path`` if the block succeeds."""
     check_output_file(path)
     path = path.resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
     try:
-        yield temporary
-        temporary.chmod(0o644)  # temporary files are readable only by their owner
-        temporary.replace(path)
+        with atomic_files.new_file(path) as temporary:
+            yield temporary
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
         _name_file(error, path)
         raise
 

@@ -12,7 +12,6 @@ from statistics import median
 from typing import Any, cast
 
 from stepsight.dataset.base.bounded import parquet_rows, read_parquet, reason
-from stepsight.dataset.base.errors import TableError
 from stepsight.dataset.base.files import preset
 from stepsight.dataset.kinds import benchmark_names
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective, Op
@@ -77,11 +76,10 @@ def read_simumax(rows: Rows) -> None:
     (``simu_tools/efficency_test/test_fa_efficiency.py``, read 2026-11); an efficiency above 1 is no error there. What
     is given for bandwidths and networks is fitted, not measured.
     """
+    text = read_text(rows)
     try:
-        system = json.loads(read_text(rows))
+        system = json.loads(text)
         name, tables = system["sys_name"], system["accelerator"]["op"]
-    except TableError:
-        raise
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise rows.error(f"must be JSON with sys_name and accelerator.op ({error!r:.200})") from None
     known = _SIMUMAX["devices"].items()
@@ -208,27 +206,20 @@ def read_aicb(rows: Rows) -> None:
             rows.skip("the end of an iteration")
         elif ends < 2 or line.text("stage").startswith("init"):
             rows.skip("up to the first iteration, which sets communicators up")
-        elif kind not in COLLECTIVE_KINDS:
-            rows.skip(f"no collective kind for {kind}")
-        elif group == "None":
-            rows.skip("no group size")
+        elif kind not in COLLECTIVE_KINDS or group == "None":
+            rows.skip("no group size" if kind in COLLECTIVE_KINDS else f"no collective kind for {kind}")
         else:
             with rows.row(line.number):
                 num_bytes, size = line.whole("msg_size", 0), line.whole("comm_group_size", 2)
-                if num_bytes:
-                    work = Collective(kind, num_bytes, size, size)
-                    calls[work, line.text("stage")].append(line.real("_elapsed_time"))
-                else:
+                if not num_bytes:
                     rows.skip("no message size")
+                    continue
+                work = Collective(kind, num_bytes, size, size)
+                calls[work, line.text("stage")].append(line.real("_elapsed_time"))
     for (work, stage), times_ms in calls.items():
         rows.skip("folded into a median", len(times_ms) - 1)
-        rows.add(
-            work,
-            median(times_ms) * 1e-3,
-            device=device,
-            fabric="dgx-a100" if device else "",
-            software=f"aicb in a training loop: {stage}",
-        )
+        fabric, software = "dgx-a100" if device else "", f"aicb in a training loop: {stage}"
+        rows.add(work, median(times_ms) * 1e-3, device=device, fabric=fabric, software=software)
 
 
 _VTRAIN_HEADER = "size(B),count,type,time(ns),busbw(GB/s),time(ns),busbw(GB/s)"

@@ -13,19 +13,26 @@ from pathlib import Path
 from typing import Any
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write indented JSON completely or not at all; NaN is an error."""
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary file beside ``path``, which is renamed to ``path`` if the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(value, stream, indent=1, allow_nan=False)
-            stream.write("\n")
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
+        yield temporary
+        temporary.chmod(0o644)  # temporary files are readable only by their owner
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def write_json(path: Path, value: Any, indent: int | None = 1) -> None:
+    """Write JSON completely or not at all; NaN is an error."""
+    with new_file(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=indent, allow_nan=False) + "\n", "utf-8")
 
 
 def read_json(path: Path) -> Any:

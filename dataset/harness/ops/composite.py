@@ -79,7 +79,7 @@ def _differentiable(
     name: str,
     kind: str,
     dims: Callable[[Tensor], tuple[int, ...]],
-    run: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
+    run: Callable[..., tuple[Tensor, ...]],
     derive: Callable[..., Any],
 ) -> Any:
     """The function of autograd of an op, annotated as ``kind`` and ``kind_backward`` with the dims of its first tensor.
@@ -89,7 +89,7 @@ def _differentiable(
 
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
         with annotate.op(kind, dims(inputs[0]), inputs[0].dtype):
-            y, kept = run(*inputs)
+            y, *kept = run(*inputs)
         ctx.save_for_backward(*kept)
         return y
 
@@ -143,9 +143,9 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) 
     return grad_x.sub_(normed.mul_(mean)).mul_(inverse), grad_weight
 
 
-def _normed(x: Tensor, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _normed(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     y, inverse = rms_norm(x, weight)
-    return y, (x, weight, inverse)
+    return y, x, weight, inverse
 
 
 RMSNorm = _differentiable("RMSNorm", "rms_norm", lambda x: x.shape, _normed, rms_norm_backward)
@@ -181,20 +181,19 @@ class Rope(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.rotated = rotated
         ctx.mark_dirty(qkv)
-        return _rotate("rope", qkv, cos, sin, rotated)
+        return Rope._rotate("rope", qkv, cos, sin, rotated)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate("rope_backward", grad, cos, sin, ctx.rotated), None, None, None
+        return Rope._rotate("rope_backward", grad, cos, -sin, ctx.rotated), None, None, None
 
-
-def _rotate(kind: str, qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor:
-    seq_len, head_dim = cos.shape[0], 2 * cos.shape[-1]
-    with annotate.op(kind, (qkv.shape[0] * rotated * head_dim,), qkv.dtype):
-        heads = qkv.view(-1, seq_len, qkv.shape[1] // head_dim, head_dim)[:, :, :rotated]
-        rope_(heads, cos, sin if kind == "rope" else -sin)
-    return qkv
+    @staticmethod
+    def _rotate(kind: str, qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor:
+        seq_len, head_dim = cos.shape[0], 2 * cos.shape[-1]
+        with annotate.op(kind, (qkv.shape[0] * rotated * head_dim,), qkv.dtype):
+            rope_(qkv.view(-1, seq_len, qkv.shape[1] // head_dim, head_dim)[:, :, :rotated], cos, sin)
+        return qkv
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -224,7 +223,7 @@ def _gated(
         return out
 
     run, derive = composite(forward), composite(backward, joined)
-    function = _differentiable(name, name.lower(), lambda x: (x.numel() // 2,), lambda x: (run(x), (x,)), derive)
+    function = _differentiable(name, name.lower(), lambda x: (x.numel() // 2,), lambda x: (run(x), x), derive)
     return run, derive, function
 
 
@@ -237,12 +236,7 @@ def relu_backward(grad: Tensor, y: Tensor) -> Tensor:
     return torch.ops.aten.threshold_backward(grad, y, 0)
 
 
-def _relu(x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    y = torch.relu(x)
-    return y, (y,)
-
-
-ReLU = _differentiable("ReLU", "relu", lambda x: (x.numel(),), _relu, relu_backward)
+ReLU = _differentiable("ReLU", "relu", lambda x: (x.numel(),), lambda x: (torch.relu(x),) * 2, relu_backward)
 
 
 @composite

@@ -18,25 +18,13 @@ A plan with ``box`` is for a cluster in a box (``latency_ms`` is optional).  Eac
 A job is what ``stepsight.dataset.job.job.Job.to_dict`` writes, with every key filled in.
 """
 
-from .job_checks import (
-    WRITTEN,
-    job_problems,
-    num_micro_batches,
-    ranks_needed,
-    world_size,
-    world_sizes,
-)
-from .plan_checks import MOST_CPU, OPTIONS, SCHEMA, check_plan
-
-__all__ = [
-    "MOST_CPU",
-    "OPTIONS",
-    "SCHEMA",
-    "WRITTEN",
-    "check_plan",
-    "job_problems",
-    "num_micro_batches",
-    "ranks_needed",
-    "world_size",
-    "world_sizes",
-]
+from .plan_checks import MOST_CPU as MOST_CPU
+from .plan_checks import OPTIONS as OPTIONS
+from .plan_checks import SCHEMA as SCHEMA
+from .plan_checks import WRITTEN as WRITTEN
+from .plan_checks import check_plan as check_plan
+from .plan_checks import job_problems as job_problems
+from .plan_checks import num_micro_batches as num_micro_batches
+from .plan_checks import ranks_needed as ranks_needed
+from .plan_checks import world_size as world_size
+from .plan_checks import world_sizes as world_sizes

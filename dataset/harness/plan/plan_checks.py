@@ -1,22 +1,15 @@
-"""The rules of a whole plan; its options are filled in."""
+"""The rules of a whole plan: its options, what the harness and a cluster in a box can run, and what is measured."""
 
 from __future__ import annotations
 
+import re
+import tomllib
+from pathlib import Path
 from typing import Any
 
 from ..base.errors import HarnessError
-from .job_checks import (
-    MOST,
-    WRITTEN,
-    are_sizes,
-    has_keys,
-    is_of,
-    job_problems,
-    name_problems,
-    number_problems,
-    sleeping_run_problems,
-    world_size,
-)
+from . import parallel_rules
+from .parallel_rules import Rules
 
 SCHEMA = 1
 MOST_CPU = 0.25  # of all cores' time that the ranks of a run in a box may compute; beyond, its times mean nothing
@@ -158,3 +151,248 @@ def _stand_in_problems(stand_in: Any, ranks: int) -> list[str]:
             rule = f"must be a number > 0 and at most {_MOST_S:g}"
             problems.append(f"seconds {of} {rule}, got {row['seconds']!r:.80}")
     return problems
+
+
+MOST = 2**48  # a larger number is a typing mistake
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+_LIMITS = tomllib.loads(Path(__file__).with_name("limits.toml").read_text("utf-8"))
+_JOB: dict[str, dict[str, type]] = {  # the keys that a job must have, and their types
+    table: {key: kind for kind in _WORDS for key in keys.get(kind.__name__, "").split()}
+    for table, keys in _LIMITS["types"].items()
+}
+_TABLES = (*_JOB, "optimizer", "execution")
+
+
+def is_of(value: Any, kind: type) -> bool:
+    """Whether a value has a type: a truth value is not a number, and a number is finite and not absurd."""
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is float:
+        return isinstance(value, int | float) and abs(value) <= MOST
+    return isinstance(value, kind) and (not isinstance(value, int) or abs(value) <= MOST)
+
+
+def number_problems(name: str, value: Any, least: int, most: int | None = None) -> list[str]:
+    """Check that a value is a whole number from ``least`` to ``most`` (None: any that is not absurd)."""
+    if is_of(value, int) and least <= value <= (MOST if most is None else most):
+        return []
+    allowed = f">= {least}" if most is None else f"from {least} to {most}"
+    return [f"{name} must be a whole number {allowed}, got {value!r:.80}"]
+
+
+def has_keys(value: Any, *keys: str, optional: str = "") -> bool:
+    """Return whether a value is a table with exactly these keys, and perhaps an optional one."""
+    return isinstance(value, dict) and set(value) - {optional} == set(keys)
+
+
+def are_sizes(values: Any) -> bool:
+    """Return whether the value is a list of whole numbers >= 0."""
+    return isinstance(values, list) and all(is_of(value, int) and value >= 0 for value in values)
+
+
+def name_problems(item: dict[str, Any]) -> list[str]:
+    """Check the name of a run or an event file, which becomes a file's name."""
+    name = item.get("name")
+    good = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+-]*", name)
+    return [] if good else [f"name must be letters, digits, '_', '.', '+' and '-', got {name!r:.80}"]
+
+
+def form_problems(job: Any) -> list[str]:
+    """Check that a job is a table of tables with the keys and types that the rules read."""
+    if not isinstance(job, dict):
+        return [f"job must be a table, got {job!r:.80}"]
+    if wrong := [name for name in _TABLES if not isinstance(job.get(name, {}), dict)]:
+        return [f"{name} of a job must be a table, got {job[name]!r:.80}" for name in wrong]
+    missing = [f"{t}.{key}" for t, keys in _JOB.items() for key in sorted(set(keys) - set(job.get(t, {})))]
+    if missing:
+        return [f"a job needs {', '.join(missing)}"]
+    problems = []
+    for table, keys in _JOB.items():
+        for key, kind in keys.items():
+            value = job[table][key]
+            if not is_of(value, kind):
+                problems.append(f"{table}.{key} must be {_WORDS[kind]}, got {value!r:.80}")
+            elif kind in (int, float) and value < (0 if key == "zero_stage" else 1e-9):
+                problems.append(f"{table}.{key} must be > 0, got {value}")
+    return problems
+
+
+def world_size(job: dict[str, Any]) -> int:
+    """Return the number of ranks of a job."""
+    parallel = job["parallel"]
+    return int(parallel["tp"] * parallel["pp"] * parallel["dp"])
+
+
+def ranks_needed(run: dict[str, Any]) -> int:
+    """Return the number of processes that a run needs: the ranks of its job, or 1 for a stand-in."""
+    return 1 if "stand_in" in run else world_size(run["job"])
+
+
+def num_micro_batches(job: dict[str, Any]) -> int:
+    """Return the number of micro-batches that each replica runs in a step."""
+    batch = job["batch"]
+    return int(batch["global_batch"] // (batch["micro_batch"] * job["parallel"]["dp"]))
+
+
+def world_sizes(plan: dict[str, Any]) -> list[int]:
+    """Return every world size that a plan needs, smallest first."""
+    return sorted({ranks_needed(run) for run in plan["runs"]} | {e["world_size"] for e in plan["events"]})
+
+
+_SPLIT = ("1f1b", "looped-bfs", "interleaved-zb", "zbv", "dualpipev")  # schedules with several parts in a stage
+WRITTEN = ("zb-h1",)  # schedules that torch has no class for: a run of a plan has their table
+_WHOLE = ("gpipe", "1f1b", *WRITTEN)
+
+
+def job_problems(job: Any, *, boxed: bool = False) -> list[str]:
+    """Every reason why the harness, or a box whose ranks sleep instead of computing, cannot run a job."""
+    if problems := form_problems(job):
+        return problems
+    rules, who, limits = Rules(), "a box" if boxed else "the harness", _LIMITS["box" if boxed else "harness"]
+    model, parallel, batch, cluster = (job[name] for name in ("model", "parallel", "batch", "cluster"))
+    tp, pp, dp, cp = parallel["tp"], parallel["pp"], parallel["dp"], parallel.get("cp", 1)
+    devices, encoder = cluster["nodes"] * cluster["devices_per_node"], model.get("encoder_layers", 0)
+    parallel_rules.check_degrees(rules, tp=tp, cp=cp if is_of(cp, int) else 1, pp=pp, dp=dp, devices=devices)
+    parallel_rules.check_batch(rules, micro_batch=batch["micro_batch"], dp=dp, global_batch=batch["global_batch"])
+    parallel_rules.check_stages(rules, layers=model["layers"] + (encoder if is_of(encoder, int) else 0), pp=pp)
+    parallel_rules.check_heads(
+        rules, hidden=model["hidden"], heads=model["heads"], kv_heads=model["kv_heads"], head_dim=0
+    )
+    parallel_rules.check_shards(rules, tp, {key: model[key] for key in ("heads", "kv_heads", "ffn", "vocab")})
+    for table, key, allowed, words in limits["some_of"]:
+        value = job.get(table, {}).get(key, allowed[0])
+        rules.require(value in allowed, f"{who} runs {words}, got {value!r:.80}")
+    shard, count = parallel.get("dp_shard", 0), num_micro_batches(job)
+    tied = model["tied_embeddings"] and pp > 1
+    for holds, text in (
+        (shard in (0, dp), f"{who} runs zero_stage over all {dp} replicas (dp_shard), got {shard!r:.80}"),
+        (not tied, f"{who} ties embeddings only within one stage, got tied_embeddings and pp = {pp}"),
+        (pp == 1 or parallel["schedule"] != "1f1b" or count >= pp,
+         f"schedule 1f1b needs as many micro-batches as stages, got {count} < {pp}"),
+    ):  # fmt: skip
+        rules.require(holds, text)
+    if boxed:
+        zero = parallel["zero_stage"]
+        rules.require(zero == 0 or pp == 1, f"in a box zero_stage 3 runs without a pipeline, got pp = {pp}")
+    else:
+        _check_computed(rules, job, count)
+    for table, only in limits["only"].items():
+        for key, wanted in only.items():
+            value = job.get(table, {}).get(key, wanted)
+            value = list(value) if isinstance(value, tuple) else value  # a tuple becomes a list in JSON
+            rules.require(value == wanted, f"{who} runs {table}.{key} = {wanted!r}, got {value!r:.80}")
+    return rules
+
+
+def _check_computed(rules: Rules, job: dict[str, Any], count: int) -> None:
+    """Check what ranks that compute need, with that many micro-batches."""
+    model, parallel, precision = job["model"], job["parallel"], job["batch"]["precision"]
+    head_dim, dp, zero = model["hidden"] // model["heads"], parallel["dp"], parallel["zero_stage"]
+    name, chunks, pp = parallel["schedule"], parallel["virtual_stages"], parallel["pp"]
+    wanted, sequence, runs = model.get("head_dim", 0), parallel["sequence_parallel"], "the harness runs"
+    overlaps, engine = parallel.get("overlap_grad_reduce", True), job.get("execution", {}).get("engine")
+    for holds, text in (
+        (wanted in (0, head_dim), f"{runs} head_dim = hidden / heads = {head_dim}, got {wanted!r:.80}"),
+        (precision != "bf16" or engine == "eager-pytorch",
+         'mixed precision runs as in PyTorch: execution.engine = "eager-pytorch" must say so'),
+        (name in (*_WHOLE, *_SPLIT), f"schedules are {', '.join({*_WHOLE, *_SPLIT})}, got {name!r:.80}"),
+        (pp == 1 or name in (_WHOLE if chunks == 1 else _SPLIT),
+         f"{runs} virtual_stages > 1 with {', '.join(_SPLIT)}, got {chunks} with {name!r:.80}"),
+        (pp == 1 or chunks == 1 or count % pp == 0,
+         f"virtual stages need as many micro-batches as stages, or a multiple, got {count} % {pp} = {count % pp}"),
+        (zero not in (1, 2) or not sequence or 1 in (parallel["tp"], dp),
+         f"{runs} zero_stage 1 and 2 without sequence_parallel, whose gradients are in no single shard"),
+        (dp == 1 or zero < 2 or overlaps is True,
+         f"{runs} zero_stage {zero} with parallel.overlap_grad_reduce = True, got False"),
+    ):  # fmt: skip
+        rules.require(holds, text)
+    if model["family"] == "llama":
+        parallel_rules.check_rotary(rules, head_dim)
+    if sequence:
+        parallel_rules.check_sequence(rules, "seq_len", model["seq_len"], tp=parallel["tp"])
+    layers, length = model.get("encoder_layers", 0), model.get("encoder_seq_len", 0)
+    if model["family"] != "t5":
+        fused = model.get("fused_attention", True)
+        rules.require(fused is True, f"{runs} model.fused_attention = True, got {fused!r:.80}")
+        rules.require(layers == 0, f"{runs} model.encoder_layers = 0 but for t5, got {layers!r:.80}")
+        return
+    heads, kv_heads, fused = model["heads"], model["kv_heads"], model.get("fused_attention", 0)
+    for holds, text in (
+        (fused is False, "no fused CPU kernel computes the gradient of t5's learned bias: "
+         f"{runs} model.fused_attention = False, got {fused!r:.80}"),
+        *((is_of(value, int) and value > 0, f"model.{key} of t5 must be a whole number > 0, got {value!r:.80}")
+          for key, value in (("encoder_layers", layers), ("encoder_seq_len", length))),
+        (kv_heads == heads, f"{runs} t5 with kv_heads = heads, got {kv_heads} and {heads}"),
+        (pp == 1, "stages of t5 would have to share its tables of relative positions: "
+         f"{runs} t5 with pp = 1, got {pp}"),
+    ):  # fmt: skip
+        rules.require(holds, text)
+    if sequence and is_of(length, int):
+        parallel_rules.check_sequence(rules, "encoder_seq_len", length, tp=parallel["tp"])
+
+
+_SLEEPS = {"parts", "blocks", "root", "boundary_numel", "optimizer", "paces", "table"}  # the keys of ``sleeps``
+_LONGEST_SLEEP_S = 3600  # of one op; a longer one is a typing mistake
+_DTYPES = ("fp32", "bf16", "fp16")
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+_ITEMS = ("forward", "backward", "weight")  # of a step
+
+
+def sleeping_run_problems(run: dict[str, Any], ranks: int) -> list[str]:
+    """Check the job and the ``sleeps`` of a run for a box with a number of ranks."""
+    job: Any = run.get("job")
+    sleeps: Any = run.get("sleeps")
+    rules = Rules(job_problems(job, boxed=True))
+    if form_problems(job):
+        return rules
+    if not isinstance(sleeps, dict) or set(sleeps) != _SLEEPS:
+        got = sorted(sleeps) if isinstance(sleeps, dict) else sleeps
+        return [f"a run in a box has sleeps with {', '.join(sorted(_SLEEPS))}, got {got!r:.80}"]
+    size, parallel = world_size(job), job["parallel"]
+    rules.require(size == ranks, f"a run must have as many ranks as its box, got {size} != {ranks}")
+    parts = parallel["pp"] * parallel["virtual_stages"]
+    counts = {"parts": parts, "boundary_numel": parts - 1, "optimizer": parallel["pp"], "paces": ranks}
+    for key, count in counts.items():
+        good = isinstance(sleeps[key], list) and len(sleeps[key]) == count
+        rules.require(good, f"sleeps.{key} must be a list of {count}, got {sleeps[key]!r:.60}")
+    if rules:
+        return rules
+    blocks = sleeps["blocks"] if isinstance(sleeps["blocks"], list) else [sleeps["blocks"]]
+    for block in blocks:
+        good = isinstance(block, list) and all(_is_step(step, parallel["tp"]) for step in block)
+        rules.require(good, f"sleeps.blocks must be lists of steps, got {block!r:.80}")
+
+    def are_blocks(values: Any) -> bool:
+        return are_sizes(values) and all(value < len(blocks) for value in values)
+
+    for key, good, words in (
+        ("parts", all(map(are_blocks, sleeps["parts"])), "lists of numbers of blocks"),
+        ("root", are_blocks(sleeps["root"]), "a list of numbers of blocks"),
+        ("boundary_numel", are_sizes(sleeps["boundary_numel"]), "whole numbers >= 0"),
+        ("optimizer", all(map(_is_item, sleeps["optimizer"])), "ops with their seconds"),
+        ("paces", all(is_of(pace, float) and pace > 0 for pace in sleeps["paces"]), "numbers > 0"),
+        ("table", isinstance(sleeps["table"], str), "text"),
+    ):
+        rules.require(good, f"sleeps.{key} must be {words}, got {sleeps[key]!r:.80}")
+    return rules
+
+
+def _is_step(step: Any, tp: int) -> bool:
+    """Whether a step of a block has ops, and collectives if ``tp`` > 1."""
+    return (
+        has_keys(step, *_ITEMS, "parameters", "weight_first")
+        and all(isinstance(step[key], list) and all(_is_item(item, tp) for item in step[key]) for key in _ITEMS)
+        and are_sizes(step["parameters"])
+        and isinstance(step["weight_first"], bool)
+    )
+
+
+def _is_item(item: Any, tp: int = 1) -> bool:
+    """Whether an item is ``["op", kind, dims, dtype, seconds]``, or ``["tp", kind, bytes]`` if ``tp`` > 1."""
+    match item:
+        case ["op", kind, dims, dtype, seconds]:
+            timed = is_of(seconds, float) and 0 <= seconds <= _LONGEST_SLEEP_S
+            return timed and is_of(kind, str) and are_sizes(dims) and dtype in _DTYPES
+        case ["tp", kind, num_bytes]:
+            return tp > 1 and kind in _COLLECTIVES and are_sizes([num_bytes])
+    return False

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..base.atomic_files import read_json
-from ..plan.job_checks import is_of
+from ..plan.plan_checks import is_of
 
 CERTAIN = 0.01  # relative error of the median below which a run needs no more rounds
 
