@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
@@ -105,9 +105,8 @@ def _stated(text: str) -> Hardware:
 
 def hardware_name(name: str) -> str:
     """The name of the hardware in a ``.json`` or ``.toml`` file; of everything else, the name itself."""
-    if name.startswith("{"):
-        return _stated(name).name
-    return _hardware_file(name)[0].name if is_facts_file(name) else name
+    own = find_hardware(name) if name.startswith("{") or is_facts_file(name) else None
+    return name if own is None else own.name
 
 
 def find_fabric(name: str) -> Fabric:
@@ -172,23 +171,19 @@ def usual_fabric(hardware: str) -> str:
     return found
 
 
-class FabricWords(NamedTuple):
-    """What words for the links between nodes mean: presets of what they name, the best first, and a warning."""
-
-    presets: tuple[str, ...]
-    warning: str  # words that are not understood, and the nearest presets; "" if all are
-
-
-def read_fabric_words(text: str, hardware: str) -> FabricWords:
+def read_fabric_words(text: str, hardware: str) -> tuple[tuple[str, ...], str]:
     """Read words for links between nodes, such as ``8x 400 Gb/s InfiniBand per node`` or ``NCCL over TCP sockets``.
 
     Numbers, remarks in parentheses and words that name no technology other than InfiniBand and RoCE say nothing here.
     Ethernet alone may be RoCE or NCCL's sockets, which are ten times slower: it is not understood.
+
+    Returns:
+        Presets of what they name, the best first, and a warning about words that are not understood, "" if all are.
     """
     from difflib import get_close_matches  # slow to import, and seldom needed
 
     if text in FABRICS:
-        return FabricWords((text,), "")
+        return (text,), ""
     table, links = preset("hardware.toml")["fabric_words"], find_fabric(usual_fabric(hardware)).intra_node
     named, usual = table["presets"], {"nccl", *hardware_name(hardware).split("-"), *table["usual"].split()}
     said = re.sub(r"\([^)]*\)", " ", text.lower()).replace("omni-path", "omnipath")
@@ -202,12 +197,12 @@ def read_fabric_words(text: str, hardware: str) -> FabricWords:
     found = [preset for word in words for preset in named.get(word, ()) if fits(preset)]
     unknown = [word for word in words if word not in usual]
     if found or not unknown:
-        return FabricWords(tuple(dict.fromkeys(found)), "")
+        return tuple(dict.fromkeys(found)), ""
     known = {**named, **table["either"]}
     near = [preset for word in unknown for key in get_close_matches(word, known) for preset in known[key]]
     listed = ", ".join([*dict.fromkeys(filter(fits, [*near, *FABRICS]))][:6])
     told = f"words for the fabric of {hardware_name(hardware)} are not understood ({', '.join(unknown):.80})"
-    return FabricWords((), f"{told}: links as of InfiniBand are assumed; name a preset, such as {listed}")
+    return (), f"{told}: links as of InfiniBand are assumed; name a preset, such as {listed}"
 
 
 _VENDORS = re.compile(
@@ -217,12 +212,10 @@ _VENDORS = re.compile(
 
 def device_words(name: str) -> str:
     """A name in lower case with dashes, without the vendor and the number of its socket."""
-    words = re.sub(r"[^a-z0-9.]+", "-", name.strip().lower()).strip("-")
-    before = ""
+    words, before = re.sub(r"[^a-z0-9.]+", "-", name.strip().lower()).strip("-"), ""
     while before != words:
         before, words = words, _VENDORS.sub("", words)
-    words = re.sub(r"\bsxm\d\b", "sxm", words)
-    words = re.sub(r"(\d)-gb\b", r"\1gb", words)
+    words = re.sub(r"(\d)-gb\b", r"\1gb", re.sub(r"\bsxm\d\b", "sxm", words))
     return re.sub(r"\b(hbm\d?e?|gddr\d?x?|vram)\b-?", "", words).strip("-")
 
 
@@ -237,10 +230,9 @@ def roofline_seconds(op: Op, hardware: Hardware) -> float:
     bound = op.record.bound
     if bound == "host":
         return op.dims[0] * hardware.host_op_s
-    if bound == "host_memory":
-        return op.num_bytes / hardware.host_memory_bandwidth_bytes_per_s + hardware.op_latency_s
-    if bound == "host_link":
-        return op.num_bytes / hardware.host_link_bytes_per_s + hardware.op_latency_s
+    if bound in ("host_memory", "host_link"):
+        memory, link = hardware.host_memory_bandwidth_bytes_per_s, hardware.host_link_bytes_per_s
+        return op.num_bytes / (memory if bound == "host_memory" else link) + hardware.op_latency_s
     if bound == "memory" and op.dtype not in hardware.peak_flops:  # as masks, whose elements have the bytes of an fp8
         peak = max(hardware.peak_flops.values())
     else:

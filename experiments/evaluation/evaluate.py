@@ -78,7 +78,7 @@ class Evaluation:
         generic = (row.row.software for row in rows if row.framework.name == GENERIC.name)
         unknown = unknown_frameworks(dict.fromkeys(generic))
         links = ((row.row.text("inter_interconnect"), row.job.cluster.hardware) for row in rows)
-        fabrics = [read_fabric_words(text, hardware).warning for text, hardware in links]
+        fabrics = [read_fabric_words(text, hardware)[1] for text, hardware in links]
         doubts = Counter([*(doubt for row in rows for doubt in row.software.doubts), *filter(None, fabrics)])
         large = [f"{row.row.row_id} of {_short(row.row.source)}" for row in rows if not row.fits]
         more = f" and {len(large) - MOST_NAMED} more" if len(large) > MOST_NAMED else ""

@@ -75,7 +75,7 @@ def fabric_of(row: Row, hardware: str, gpus_per_node: int) -> Any:
     lower, machine = text.lower(), row.text("hardware").lower()
     named = [fabric for word, device, fabric in TOLD["networks"] if word in lower and device in hardware]
     named += [fabric for word, fabric in TOLD["machines"] if word in machine]
-    named += read_fabric_words(text, hardware).presets
+    named += read_fabric_words(text, hardware)[0]
     if named:
         return named[0]
     ports = _PORTS.search(lower)

@@ -68,7 +68,6 @@ class Collection:
             enable_compiling(self.device)
         self._watch = Watch(gpu_name(self.device)) if self.device.type == "cuda" else None
         self._samples: defaultdict[str, list[Sample]] = defaultdict(list)  # of each run
-        self._took: defaultdict[str, dict[str, float]] = defaultdict(dict)  # seconds of each run's parts
 
     def run(self) -> None:
         """Do all work of this world size that is not on disk yet."""
@@ -91,8 +90,8 @@ class Collection:
         return gather(value if self.rank == 0 else None)[0]
 
     def _runs(self) -> None:
-        runs = [run for run in self.plan["runs"] if plans.ranks_needed(run) == self.size]
-        runs = [run for run in runs if not self._agreed(is_done(self.out, run["name"]))]
+        mine = [run for run in self.plan["runs"] if plans.ranks_needed(run) == self.size]
+        runs = [run for run in mine if not self._agreed(is_done(self.out, run["name"]))]
         state: dict[str, dict[str, Any]] = {}
         for run in runs:
             found = read_rounds(self.out, run)
@@ -148,23 +147,18 @@ class Collection:
 
     def _train(self, run: dict[str, Any], number: int, state: dict[str, Any], last: bool) -> None:
         """Build, time, and in the last round profile and write."""
-        name, took = run["name"], self._took[run["name"]]
-        began = time.monotonic()
-        training = (
-            SleepingTraining(run, self.device)
-            if "sleeps" in run
-            else Training(run["job"], self.device, run.get("table", ""))
+        sleeps = "sleeps" in run
+        training: ParallelTraining = (
+            SleepingTraining(run, self.device) if sleeps else Training(run["job"], self.device, run.get("table", ""))
         )
         built = time.monotonic()
         self._steps(run, number, state, training)
         if self._watch is not None:
-            self._samples[name] += self._watch.since(built)
-        for part, seconds in (("build", built - began), ("steps", time.monotonic() - built)):
-            took[part] = took.get(part, 0.0) + seconds
+            self._samples[run["name"]] += self._watch.since(built)
         if last:
             self._finish(run, state, training)
         elif self.rank == 0:
-            write_json(rounds_path(self.out, name), state)
+            write_json(rounds_path(self.out, run["name"]), state)
         barrier()
         groups = training.mesh, training.groups["pp"]
         del training
@@ -206,7 +200,6 @@ class Collection:
 
     def _profile(self, run: dict[str, Any], state: dict[str, Any], training: ParallelTraining, folder: Path) -> None:
         """Write this rank's traces, and on rank 0 the manifest."""
-        began = time.monotonic()
         seconds: list[float] = []
         traces: dict[str, str] = {}
         first = run["stand_in"]["rank"] if "stand_in" in run else 0
@@ -225,7 +218,6 @@ class Collection:
             "peak_memory_bytes": [m for _, _, m, _ in ranks] if memory is not None else [],
             "traces": {str(rank): t for rank, (t, _, _, _) in enumerate(ranks, first) if t},
             "digests": {name: digest for _, of, _, _ in ranks for name, digest in of.items()},
-            "took_seconds": {**self._took.pop(run["name"], {}), "profile": time.monotonic() - began},
             **clocks([samples for _, _, _, samples in ranks]),
         }
         if "stand_in" in run:

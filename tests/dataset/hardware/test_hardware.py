@@ -325,12 +325,12 @@ def test_a_dispatchers_host_takes_its_calls_and_a_launch_for_each_expert() -> No
 def test_words_for_a_fabric_name_its_preset(text: str, hardware: str, preset: str) -> None:
     """InfiniBand and RoCE name none: they are what the devices usually have."""
     found = read_fabric_words(text, hardware)
-    assert found.warning == "" and (found.presets[:1] or ("",))[0] == preset
+    assert found[1] == "" and (found[0][:1] or ("",))[0] == preset
 
 
 def test_words_that_are_not_understood_are_said_with_the_nearest_presets() -> None:
     found = read_fabric_words("2x carrier pigeons, efaa", "a100-sxm-80gb")
-    assert found.presets == () and "not understood (carrier, pigeons, efaa)" in found.warning
-    assert "aws-p4d" in found.warning and "dgx-a100" in found.warning
+    assert found[0] == () and "not understood (carrier, pigeons, efaa)" in found[1]
+    assert "aws-p4d" in found[1] and "dgx-a100" in found[1]
     found = read_fabric_words("100 Gb/s Ethernet", "a100-sxm-80gb")
-    assert "not understood (ethernet)" in found.warning and "roce-400-a100, sockets-100g-a100" in found.warning
+    assert "not understood (ethernet)" in found[1] and "roce-400-a100, sockets-100g-a100" in found[1]

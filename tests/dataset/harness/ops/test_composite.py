@@ -148,7 +148,6 @@ def test_a_compiled_collection_says_so(tmp_path: Path) -> None:
         events = json.loads((tmp_path / place / "events/one.json").read_text())
         assert [each.get("compile", False) for each in (manifest, events)] == 2 * [bool(extra)]
         assert events["records"][0]["op"] == ops[0]
-        assert set(manifest["took_seconds"]) == {"build", "steps", "profile"}
         losses.append(manifest["losses"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
