@@ -5,6 +5,9 @@ module, so that one rule bounds them all: a file holds at most ``DEFAULT_GB`` gi
 of ``STRETCH`` unpacked bytes takes less than one ``MOST_RATIO``-th of that in the file.  Traces and tables that people
 share pack to 1/40 at most.  ``STEPSIGHT_MAX_DECOMPRESSED_GB`` replaces both limits by a size.
 
+Readers raise ``OSError`` if a file is missing, and ``ReadError`` (an ``OSError``) if it is no plain or no whole file,
+or larger than the limits.
+
 A Parquet footer is read here before pyarrow reads the file, although pyarrow has its numbers too: it ends the whole
 process where a hostile footer contradicts itself, since the exception that its C++ throws for
 ``RowGroupMetaData.column`` is never caught.  The footer is a structure of Thrift's compact protocol
@@ -80,25 +83,13 @@ def reason(error: Exception) -> str:
 
 
 def read_file(path: Path) -> bytes:
-    """Bytes of a plain file, unchanged.
-
-    Raises:
-        OSError: If it is missing, no plain file, or larger than the limit (``ReadError``).
-    """
+    """Bytes of a plain file, unchanged."""
     with _opened(path) as file:
         return file.read()
 
 
 def read_text(path: Path, encoding: str = "utf-8", most: int | None = None) -> str:
-    """Text of a plain file with ``\n`` as line ends; otherwise like ``read_file``.
-
-    Args:
-        most: Bytes that the file may have, if that is less than the limit of every file.
-
-    Raises:
-        OSError: As ``read_file``.
-        UnicodeDecodeError: If it is no such text.
-    """
+    """Text of a plain file with ``\n`` as line ends; ``most``: bytes that it may have, if less than all files may."""
     with _opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         if most is not None and size > most:
@@ -107,11 +98,10 @@ def read_text(path: Path, encoding: str = "utf-8", most: int | None = None) -> s
 
 
 def read_toml(path: Path, encoding: str = "utf-8") -> dict[str, Any]:
-    """Tables of a plain TOML file.
+    """Tables of a plain TOML file of at most ``MOST_TABLES`` bytes.
 
-    Raises:
-        OSError: As ``read_file``, or if it has more than ``MOST_TABLES`` bytes (``ReadError``).
-        ValueError: If it is no TOML, or a key has more than ``MOST_KEY_PARTS`` parts, which the parser takes hours for.
+    Raises ``ValueError`` if it is no TOML, or a key has more than ``MOST_KEY_PARTS`` parts, for which the parser takes
+    hours.
     """
     text = read_text(path, encoding, MOST_TABLES)
     for number, line in enumerate(text.splitlines(), 1):
@@ -121,11 +111,7 @@ def read_toml(path: Path, encoding: str = "utf-8") -> dict[str, Any]:
 
 
 def read_unpacked(path: Path) -> bytes:
-    """Bytes of a plain file, unpacked if it is gzip.
-
-    Raises:
-        OSError: As ``read_file``; if it is broken gzip, or unpacks to more than the limits (``ReadError``).
-    """
+    """Bytes of a plain file, unpacked if it is gzip."""
     return b"".join(unpacked_blocks(path, _CHUNK))
 
 
@@ -151,11 +137,7 @@ def check_unpacked(num_bytes: int, packed_bytes: int, path: Path) -> None:
 
 
 def read_parquet(path: Path) -> pa.Table:
-    """A Parquet table; its metadata is checked before anything is read.
-
-    Raises:
-        OSError: If it is missing, no plain or no whole Parquet file, or holds more than the limits (``ReadError``).
-    """
+    """A Parquet table; its metadata is checked before anything is read."""
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq

@@ -34,11 +34,7 @@ LONGEST_NAME, LONGEST_PATH = 255, 2000  # bytes that file systems take
 
 
 def named_path(text: str) -> Path:
-    """The path that a user names.
-
-    Raises:
-        StepsightError: If no file can have it: it is empty, too long, or holds a null byte.
-    """
+    """The path that a user names; refused if no file can have it."""
     path = Path(text)
     try:
         long = max(map(len, map(os.fsencode, path.parts)), default=0) > LONGEST_NAME
@@ -54,12 +50,7 @@ def named_path(text: str) -> Path:
 
 
 def check_output_file(path: Path) -> None:
-    """Check that a file can be written; called before long work.
-
-    Raises:
-        StepsightError: If something else than a plain file is there (a device or a folder is never replaced), or
-            nothing can be written beside it.
-    """
+    """Check, before long work, that a file can be written: a device or a folder is never replaced."""
     try:
         path = path.resolve()  # follow a link instead of replacing it
     except RuntimeError as error:  # a link to itself
@@ -70,11 +61,7 @@ def check_output_file(path: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Check that a folder exists or can be created, and that files can be written into it.
-
-    Raises:
-        StepsightError: If not.
-    """
+    """Check that a folder exists or can be created, and that files can be written into it."""
     there = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
     try:
         with tempfile.TemporaryFile(dir=there):
@@ -123,11 +110,7 @@ def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to ``path``, which is renamed to ``path`` if the block succeeds.
-
-    Raises:
-        StepsightError: If a link or something else than a folder is there.
-    """
+    """Yield a temporary folder next to ``path``, which is renamed to ``path`` if the block succeeds."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise StepsightError(f"an output must be a new folder or an existing one of the same kind, got {path}")
     path = path.resolve()
@@ -224,15 +207,7 @@ def read_document(path: Path, name: str) -> Any:
 
 
 def read_facts(path: str, sections: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-    """Tables of a file.
-
-    Args:
-        path: A TOML or JSON file, by its suffix.
-        sections: Names that its tables may have; empty: any.
-
-    Raises:
-        JobError: If it cannot be read, is not TOML or JSON, or holds anything but tables of tables of these names.
-    """
+    """Tables of a TOML or JSON file, by its suffix; ``sections``: what names of tables of tables it may have."""
     tables = read_document(Path(path), "it")
     if not isinstance(tables, dict):
         raise JobError(f"it must hold tables, got {tables!r:.80}")

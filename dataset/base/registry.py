@@ -76,14 +76,7 @@ class Registry(Mapping[str, T]):
     def register(self, name: str, thing: Own) -> Own: ...
 
     def register(self, name: str, thing: Any = None) -> Any:
-        """Add a thing; without one, return a decorator that adds what it decorates.
-
-        Returns:
-            The thing as it was given.
-
-        Raises:
-            StepsightError: If the name is taken or not a name, or the thing is not of the registry's kind.
-        """
+        """Add a thing and return it; without one, return a decorator that adds what it decorates."""
         if thing is None:
             return lambda decorated: self.register(name, decorated)
         if not isinstance(name, str) or not name.strip() or not name.isprintable():
@@ -99,11 +92,7 @@ class Registry(Mapping[str, T]):
         return thing
 
     def unregister(self, name: str) -> None:
-        """Remove a thing that was registered, and empty all caches, since they may hold what it did.
-
-        Raises:
-            StepsightError: If nothing was registered under that name.
-        """
+        """Remove a thing that was registered, and empty all caches, since they may hold what it did."""
         with self._lock:
             if self._added.get(name) != "":
                 raise self._error(f"{self.noun}: only what was registered can be removed, got {name!r:.80}")

@@ -286,30 +286,29 @@ def suspicious_links(fabric: Fabric, devices_per_node: int, usual: Fabric | None
 
     ``usual``: links of such devices, if they are known: multiples of them are suspicious.
     """
-    found = []
     kinds = [(2.0, "both directions together"), (8.0, "in Gbit/s")]
     if devices_per_node > 2:
         kinds.insert(0, (float(devices_per_node), f"a node's, of {devices_per_node} devices"))
         kinds.append((2.0 * devices_per_node, f"both directions of a node's {devices_per_node} devices"))
-    for name in FASTEST if usual is not None else ():
-        speed, known = (getattr(one, name).bandwidth_bytes_per_s for one in (fabric, usual))
-        what = " or ".join(words for factor, words in kinds if abs(speed / known / factor - 1) <= CLOSE)
-        if what:
+    found, speeds = [], {name: getattr(fabric, name).bandwidth_bytes_per_s for name in FASTEST}
+    unit = "bandwidth_gbytes_per_s is per device and per direction, in Gbyte/s;"
+    for name, speed in speeds.items() if usual is not None else ():
+        known = getattr(usual, name).bandwidth_bytes_per_s
+        if what := " or ".join(words for factor, words in kinds if abs(speed / known / factor - 1) <= CLOSE):
             found.append(
-                f"fabric.{name}.bandwidth_gbytes_per_s is per device and per direction, in Gbyte/s; {speed / 1e9:g} is "
-                f"{speed / known:.3g} times what these devices usually have ({known / 1e9:g}): is it {what}?"
+                f"fabric.{name}.{unit} {speed / 1e9:g} is {speed / known:.3g} times what these devices usually have "
+                f"({known / 1e9:g}): is it {what}?"
             )
     if found:
         return tuple(found)
-    for name, fastest in FASTEST.items():
-        speed = getattr(fabric, name).bandwidth_bytes_per_s
-        if speed > 1.05 * fastest:
+    for name, speed in speeds.items():
+        if speed > 1.05 * FASTEST[name]:
             found.append(
-                f"fabric.{name}.bandwidth_gbytes_per_s is per device and per direction, in Gbyte/s; {speed / 1e9:g} is "
-                f"more than any device has ({fastest / 1e9:g}): is it a node's ({devices_per_node} devices: "
-                f"{speed / 1e9 / devices_per_node:g} each), or in Gbit/s ({speed / 8e9:g} Gbyte/s)?"
+                f"fabric.{name}.{unit} {speed / 1e9:g} is more than any device has ({FASTEST[name] / 1e9:g}): is it a "
+                f"node's ({devices_per_node} devices: {speed / 1e9 / devices_per_node:g} each), or in Gbit/s "
+                f"({speed / 8e9:g} Gbyte/s)?"
             )
-    inter, intra = fabric.inter_node.bandwidth_bytes_per_s, fabric.intra_node.bandwidth_bytes_per_s
+    inter, intra = speeds["inter_node"], speeds["intra_node"]
     adapter = fabric.inter_node.adapter_bytes_per_s
     if 0 < adapter < inter:
         found.append(

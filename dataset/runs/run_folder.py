@@ -1,4 +1,7 @@
-"""Run folders, event files and collections, as the harness and ``stepsight import`` write them: whole, or refused."""
+"""Run folders, event files and collections, as the harness and ``stepsight import`` write them.
+
+What is missing, truncated or inconsistent is refused with a ``TraceError``.
+"""
 
 from __future__ import annotations
 
@@ -52,11 +55,7 @@ class Collection:
 
 
 def read_run(folder: Path, executions: bool = False) -> Trace:
-    """Read a run folder whole; with ``executions``, data dependencies from its execution traces too.
-
-    Raises:
-        TraceError: If the manifest, a rank or a trace is missing, truncated or inconsistent.
-    """
+    """Read a run folder whole; with ``executions``, data dependencies from its execution traces too."""
     manifest = read_manifest(Path(folder))
     if not manifest.traces:
         raise TraceError(f"a run must have traces to be read, got none in {manifest.folder}")
@@ -76,11 +75,7 @@ def read_run(folder: Path, executions: bool = False) -> Trace:
 
 
 def read_collection(folder: Path) -> Collection:
-    """List what of a collection is complete and what is absent.
-
-    Raises:
-        TraceError: If the folder is no collection or a manifest is wrong.
-    """
+    """List what of a collection is complete and what is absent."""
     folder = Path(folder)
     if not folder.is_dir():
         raise TraceError(f"a collection must be a folder, got {folder}")
@@ -150,11 +145,7 @@ def is_imported(folder: Path) -> bool:
 
 
 def read_imported(folder: Path) -> ImportedRun:
-    """Read the manifest of an imported run.
-
-    Raises:
-        TraceError: If it is not what ``import kineto`` writes.
-    """
+    """Read the manifest of an imported run."""
     path = Path(folder) / MANIFEST
     try:
         tree = read_json(path)
@@ -326,11 +317,7 @@ def _positive(value: Any, name: str) -> float:
 
 def _facts(hardware: dict[str, Any]) -> dict[str, Any]:
     """The known fields; unknown fields of later versions are dropped."""
-    facts: dict[str, Any] = {name: number(hardware[name], name) for name in FACTS if name in hardware}
-    for name, value in facts.items():
-        least, most = FACTS[name]
-        if not least <= value <= most:
-            raise ValueError(f"{name} must lie within {least:g} and {most:g}, got {value}")
+    facts: dict[str, Any] = {name: number(hardware[name], name, *FACTS[name]) for name in FACTS if name in hardware}
     if PEAKS in hardware:
         peaks = typed(hardware[PEAKS], dict, PEAKS)
         facts[PEAKS] = {dtype: _positive(peak, f"{PEAKS}.{dtype}") for dtype, peak in peaks.items()}

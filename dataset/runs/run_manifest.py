@@ -102,10 +102,12 @@ def typed(value: Any, kind: type[T], name: str) -> T:
     return value  # type: ignore[no-any-return]
 
 
-def number(value: Any, name: str) -> float:
-    """The value, if it is a number that can be reckoned with."""
+def number(value: Any, name: str, least: float = -MOST, most: float = MOST) -> float:
+    """The value, if it is a number that can be reckoned with, and within limits."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST:
         raise ValueError(f"{name} must be a number within +-{MOST:g}, got {value!r:.80}")
+    if not least <= value <= most:
+        raise ValueError(f"{name} must lie within {least:g} and {most:g}, got {value}")
     return float(value)
 
 
@@ -231,9 +233,6 @@ def read_box(text: str) -> Box:
 
     The file has ``nodes``, ``ranks_per_node`` and ``mbits_per_s``, one number or one for each node, and maybe
     ``latency_ms`` likewise.
-
-    Raises:
-        JobError: If it is neither.
     """
     found = _TEXT.fullmatch(text)
     if found:

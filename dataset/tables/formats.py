@@ -123,9 +123,6 @@ class Format:
         read: Reads a file into rows.
         names: Pattern of the paths, within a folder, of the files that are read.
         licence: SPDX identifier under which it was published; "unknown" for what users measured.
-
-    Raises:
-        TableError: On construction, if ``read`` does not take the rows, or ``names`` is no regular expression.
     """
 
     read: Callable[[Rows], None]
@@ -228,9 +225,6 @@ def read_collection_table(folder: Path) -> Measurements:
 
     One row is one measurement: of a signature alone (source ``events/<name>``), or of a node within a training step
     (source ``runs/<name>/rank<k>/<label>``).  Nodes whose sizes the trace does not record are skipped.
-
-    Raises:
-        TraceError: If the folder is not a collection, or a file in it is damaged.
     """
     collection = read_collection(Path(folder))
     rows: list[tuple[Op | Collective, float, str, str, str]] = []

@@ -12,6 +12,7 @@ import io
 import re
 import tarfile
 from collections import Counter
+from contextlib import suppress
 from pathlib import PurePath
 
 from stepsight.dataset.base.bounded import check_unpacked, read_unpacked, reason
@@ -145,12 +146,11 @@ def _named(tests: re.Pattern[str], path: str, log: str) -> str:
         if len(found) == 1:
             return found.pop()
     for row in filter(None, map(_ROW.match, log.splitlines())):
-        cells = row[4].split()
-        try:
+        with suppress(ValueError, IndexError):
+            cells = row[4].split()
             rate, bus = float(cells[-3]), float(cells[-2])
-        except (ValueError, IndexError):
-            continue
-        if cells[0] == "sum" and rate >= 1:
+            if cells[0] != "sum" or rate < 1:
+                continue
             return "all_reduce" if bus > 1.1 * rate else "reduce_scatter" if bus < 0.98 * rate else ""
     return ""
 

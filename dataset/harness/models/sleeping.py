@@ -117,8 +117,7 @@ class Rank:
 
     def finish(self) -> None:
         """Sleep until its ops have finished."""
-        left = self._until - time.perf_counter()
-        if left > 0:
+        if (left := self._until - time.perf_counter()) > 0:
             time.sleep(left)
 
     def compute(self, seconds: float) -> None:

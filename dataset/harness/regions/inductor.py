@@ -110,9 +110,6 @@ def read_region(graph: Any, example_inputs: Sequence[Any], *, on_device: bool = 
     """The region of a graph that ``compile_fx_inner`` would be given; nothing is compiled.
 
     ``on_device``: for a GPU: what is fused, without code; inputs are fake tensors on the CPU.
-
-    Raises:
-        HarnessError: If this version of PyTorch cannot be asked.
     """
     found: list[Region] = []
     version = f"Inductor of PyTorch {torch.__version__}"

@@ -37,8 +37,9 @@ def check_possible(box: dict[str, Any]) -> None:
     """Refuse a box that this machine cannot hold, with what it lacks."""
     if not sys.platform.startswith("linux"):
         raise HarnessError(f"a box needs Linux's network namespaces, got {sys.platform}")
-    if lacking := [tool for tool in ("ip", "tc") if not shutil.which(tool)]:
-        raise HarnessError(f"a box needs iproute2 (the commands ip and tc): {' and '.join(lacking)} not found")
+    if lacking := [tool for tool in ("ip", "tc", "unshare") if not shutil.which(tool)]:
+        commands = "iproute2 and util-linux (the commands ip, tc and unshare)"
+        raise HarnessError(f"a box needs {commands}: {', '.join(lacking)} not found")
     if why := _lacks(*_BUILT):
         raise HarnessError(
             "a box needs root (CAP_NET_ADMIN and CAP_SYS_ADMIN) and a kernel with veth, bridge and tbf, "
@@ -50,8 +51,8 @@ def check_possible(box: dict[str, Any]) -> None:
 
 def _lacks(*commands: str) -> str:
     """Why these commands do not run in a new network namespace; empty if they do."""
-    probe = subprocess.run([sys.executable, "-c", _PROBE, *commands], capture_output=True, text=True, check=False)
-    return " ".join((probe.stderr or probe.stdout).split())[-200:] if probe.returncode else ""
+    done = subprocess.run(["unshare", "--net", "sh", "-exc", "\n".join(commands)], capture_output=True, text=True)
+    return " ".join(done.stderr.split())[-200:] if done.returncode else ""
 
 
 _BUILT = (
@@ -59,15 +60,6 @@ _BUILT = (
     "ip link add probe1 type veth peer name probe2",
     "tc qdisc add dev probe1 root tbf rate 10mbit burst 64kb limit 1mb",
 )
-_PROBE = f"""
-import ctypes, os, subprocess, sys
-if ctypes.CDLL(None, use_errno=True).unshare({_NEW_NETWORK}):
-    sys.exit("no network namespace: " + os.strerror(ctypes.get_errno()))
-for words in sys.argv[1:]:
-    done = subprocess.run(words.split(), capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(words + ": " + done.stderr)
-"""
 
 
 def run_box(box: dict[str, Any], work: Callable[[], None]) -> int:

@@ -46,10 +46,9 @@ PROGRESS = "@stepsight "  # prefix of a progress line on standard output
 _OUTLIVED_S = 1.0  # seconds for which output is read after all ranks have ended: their children may keep the pipe open
 
 
-def place(rank: int, world_size: int, local_rank: int, local_size: int) -> dict[str, str]:
-    """Environment variables that give a rank its number, named as torchrun names them."""
-    numbers = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
-    return {name: str(number) for name, number in numbers.items()}
+def place(*numbers: int) -> dict[str, str]:
+    """Environment variables of a rank, named as torchrun does: its number, of how many, and likewise on its node."""
+    return dict(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), map(str, numbers), strict=True))
 
 
 def places(ranks: int, nodes: int = 1, node: int = 0) -> list[dict[str, str]]:

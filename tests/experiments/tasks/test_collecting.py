@@ -165,7 +165,7 @@ def test_a_box_of_another_size_is_refused(tmp_path: Path, text: str, says: str) 
 
 def test_a_machine_without_boxes_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stepsight.dataset.harness.running.box.shutil.which", lambda tool: None)
-    with pytest.raises(CollectError, match=r"^a box needs iproute2 \(the commands ip and tc\): ip and tc not found$"):
+    with pytest.raises(CollectError, match=r"^a box needs iproute2 and util-linux \(.*\): ip, tc, unshare not found$"):
         collect(BOX_JOB, tmp_path / "c", **BOX_COUNTS, box=read_box("4x1@100mbit"))
 
 

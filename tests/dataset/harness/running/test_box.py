@@ -172,7 +172,7 @@ sys.exit(run_box({"nodes": 2, "ranks_per_node": 2, "mbits_per_s": [200, 200]}, w
 @pytest.mark.parametrize(
     ("lacking", "box", "says"),
     [
-        ("tool", {}, r"needs iproute2 \(the commands ip and tc\): ip and tc not found"),
+        ("tool", {}, r"needs iproute2 and util-linux \(.*\): ip, tc, unshare not found"),
         ("tbf", {}, r"needs root \(CAP_NET_ADMIN and CAP_SYS_ADMIN\) and a kernel with veth, bridge and tbf, got uid"),
         (
             "netem",
