@@ -15,19 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import CaptureError, TraceError
-from stepsight.dataset.graph.program import (
-    COLLECTIVE,
-    HOST,
-    OP,
-    PHASES,
-    Dependency,
-    Program,
-)
+from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, PHASES, Dependency, Program
 from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.durations.latency_model import HostTimes, LatencyModel, host_times
 from stepsight.simulator.durations.segment_timing import timer_of
-from stepsight.simulator.replay.replay import Joined, Walk, join, walk
+from stepsight.simulator.replay.replay import Walk, join, walk
 from stepsight.simulator.replay.step_timeline import StepWriter
 
 Floats = NDArray[np.float64]
@@ -92,18 +85,18 @@ def time_captured(graphs: Sequence[Program], latency: LatencyModel) -> CapturedS
         CaptureError: If the ranks deadlock.
     """
     alone = tuple(timer_of(latency).work_seconds(graph.works) for graph in graphs)
-    host = host_times(latency)
-    timed, lost = zip(
-        *(
-            _timed(graph, seconds, latency)
-            if host is None or graph.device != "cpu"
-            else _timed_on_host(graph, seconds, host)
-            for graph, seconds in zip(graphs, alone, strict=True)
-        ),
-        strict=True,
-    )
+    host, found = host_times(latency), []
+    for graph, seconds in zip(graphs, alone, strict=True):
+        hosted = host is not None and graph.device == "cpu"
+        found.append(_timed_on_host(graph, seconds, host) if hosted else _timed(graph, seconds, latency))
+    timed, lost = zip(*found, strict=True)
     joined = join(timed)
-    _add_launches(joined, latency.hardware)
+    for graph, first in zip(timed if latency.hardware.has_host else (), joined.first, strict=False):
+        done = np.cumsum(_launches(graph, latency.hardware))  # no node starts before all nodes up to it are launched
+        waits = np.flatnonzero(graph.columns["kind"] == HOST)
+        nodes = first + np.arange(int(waits[0]) + 1 if len(waits) else len(graph))
+        targets = np.where(joined.meeting[nodes] >= 0, joined.meeting[nodes], nodes)
+        np.maximum.at(joined.ready, targets, done[: len(nodes)])
     try:
         return CapturedStep(walk(joined), timed, alone, lost)
     except TraceError:
@@ -138,20 +131,14 @@ def _timed(graph: Program, alone: Floats, latency: LatencyModel) -> tuple[Progra
 
 def _timed_on_host(graph: Program, alone: Floats, host: HostTimes) -> tuple[Program, Floats]:
     """The graph of a rank whose host runs its ops: durations, and the host's time between ops."""
-    nodes, work, seconds = graph.columns, graph.columns["work"], _of_works(graph, alone)
-    chosen = np.flatnonzero((nodes["kind"] == OP) & (work >= 0))
-    works = [graph.works[number] for number in work[chosen].tolist()]
-    ops = [each for each in works if isinstance(each, Op)]
+    nodes, edges, seconds, gaps = graph.columns, graph.edge_columns, _of_works(graph, alone), np.zeros(len(graph))
+    chosen = np.flatnonzero((nodes["kind"] == OP) & (nodes["work"] >= 0))
+    ops = [work for number in nodes["work"][chosen].tolist() if isinstance(work := graph.works[number], Op)]
     calls = [graph.names[name] for name in nodes["name"][chosen].tolist()]
     phases = np.maximum(nodes["phase"][chosen], 0)
-    seconds[chosen] = host.seconds(calls, ops, phases.tolist())
-    gaps = np.zeros(len(graph))
-    gaps[chosen] = np.array(host.gaps_s)[phases]
-    delay = np.where(
-        nodes["kind"][graph.edge_columns["source"]] == OP, gaps[graph.edge_columns["target"]], graph.delay_s
-    )
-    if len(chosen):  # time that no op follows is before the first op
-        seconds[chosen[0]] += host.step_s
+    seconds[chosen], gaps[chosen] = host.seconds(calls, ops, phases.tolist()), np.array(host.gaps_s)[phases]
+    delay = np.where(nodes["kind"][edges["source"]] == OP, gaps[edges["target"]], graph.delay_s)
+    seconds[chosen[:1]] += host.step_s  # time that no op follows is before the first op
     return graph.replace(duration_s=seconds, delay_s=delay), np.zeros((len(CAUSES), len(graph)))
 
 
@@ -159,14 +146,11 @@ def _lost_to_overlap(graph: Program, seconds: Floats, share: float) -> Floats:
     """Seconds that ops lose to overlapping collectives, by cause: charged to the next op after the issue, unless it
     waits for it.
     """
-    lost = np.zeros((len(CAUSES), len(graph)))
-    if share <= 0:
-        return lost
-    ops = np.flatnonzero((graph.columns["kind"] == OP) & (graph.columns["stream"] == COMPUTE))
-    sent = np.flatnonzero((graph.columns["kind"] == COLLECTIVE) & (graph.columns["stream"] != COMPUTE))
-    following = np.searchsorted(ops, sent)
+    lost, nodes = np.zeros((len(CAUSES), len(graph))), graph.columns
+    ops = np.flatnonzero((nodes["kind"] == OP) & (nodes["stream"] == COMPUTE))
+    sent = np.flatnonzero((nodes["kind"] == COLLECTIVE) & (nodes["stream"] != COMPUTE) & (share > 0))
     waits = set(zip(graph.edge_columns["source"].tolist(), graph.edge_columns["target"].tolist(), strict=True))
-    for node, after in zip(sent.tolist(), following.tolist(), strict=True):
+    for node, after in zip(sent.tolist(), np.searchsorted(ops, sent).tolist(), strict=True):
         if after < len(ops) and (node, int(ops[after])) not in waits:
             lost[CAUSES.index(axis_of(graph, node)), ops[after]] += share * seconds[node]
     return lost
@@ -175,18 +159,6 @@ def _lost_to_overlap(graph: Program, seconds: Floats, share: float) -> Floats:
 def _launches(graph: Program, hardware: Hardware) -> Floats:
     """The host's time to launch each node."""
     return _of_works(graph, np.array([hardware.launch_s(work) for work in graph.works]))
-
-
-def _add_launches(joined: Joined, hardware: Hardware) -> None:
-    """Add launches: no node starts before the host has launched it and all nodes before it."""
-    if not hardware.has_host:
-        return
-    for graph, first in zip(joined.graphs, joined.first, strict=False):
-        done = np.cumsum(_launches(graph, hardware))
-        waits = np.flatnonzero(graph.columns["kind"] == HOST)
-        nodes = first + np.arange(int(waits[0]) + 1 if len(waits) else len(graph))
-        targets = np.where(joined.meeting[nodes] >= 0, joined.meeting[nodes], nodes)
-        np.maximum.at(joined.ready, targets, done[: len(nodes)])
 
 
 def _rank_causes(step: CapturedStep, place: int) -> dict[str, float]:

@@ -51,28 +51,27 @@ class Breakdown:
 
 def breakdown(graphs: Sequence[Program]) -> Breakdown:
     """Break down the traced steps of a run."""
-    walked = walk(join(graphs))
-    out = Breakdown()
-    idle: defaultdict[str, float] = defaultdict(float)
-    kinds: defaultdict[str, float] = defaultdict(float)
-    opaque: defaultdict[str, float] = defaultdict(float)
+    walked, out = walk(join(graphs)), Breakdown()
+    idle, kinds, opaque = (defaultdict[str, float](float) for _ in range(3))
     for graph, first in zip(graphs, walked.joined.first, strict=False):
         inside = (graph.columns["step"] >= 0) & graph.on_device
         for node in np.flatnonzero(inside).tolist():
             kinds[graph.kind_of(node)] += float(graph.duration_s[node])
             if not graph.columns["known"][node]:
                 opaque[graph.names[graph.columns["name"][node]]] += float(graph.duration_s[node])
-        compute, communication = (_busy(graph, inside & (graph.columns["kind"] == kind)) for kind in (OP, COLLECTIVE))
-        out.compute_s += _length(compute)
-        out.communication_s += _length(communication)
-        out.overlapped_s += float(overlap(compute, communication[:, 0], communication[:, 1]).sum())
-        for cause, seconds in _idle(graph, walked, first).items():
-            idle[cause] += seconds
+        compute, sent = (_busy(graph, inside & (graph.columns["kind"] == kind)) for kind in (OP, COLLECTIVE))
+        out.compute_s += float(np.diff(compute).sum())
+        out.communication_s += float(np.diff(sent).sum())
+        out.overlapped_s += float(overlap(compute, sent[:, 0], sent[:, 1]).sum())
+        for _, _, causes in idle_gaps(graph, walked, first):
+            for cause, seconds in causes.items():
+                idle[cause] += seconds
         out.steps_s += float(graph.steps_s[-1, 1] - graph.steps_s[0, 0]) if len(graph.steps_s) else 0.0
     out.ranks, waited = _skew(walked.joined)
     idle[PEERS] = min(waited, idle[COMMUNICATION])
     idle[COMMUNICATION] -= idle[PEERS]
-    out.kinds, out.idle = _largest_first(kinds), _largest_first(idle)
+    spent = {cause: seconds for cause, seconds in idle.items() if seconds or cause in (PEERS, COMMUNICATION)}
+    out.kinds, out.idle = _largest_first(kinds), _largest_first(spent)
     out.opaque = dict(list(_largest_first(opaque).items())[:_MOST_OPAQUE])
     out.critical = critical_path(walked)
     return out
@@ -82,30 +81,14 @@ def _largest_first(seconds: Mapping[str, float]) -> dict[str, float]:
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
-def _busy(graph: Program, nodes: NDArray[np.bool_]) -> Intervals:
+def _busy(graph: Program, nodes: NDArray[Any]) -> Intervals:
     return merge(np.stack([graph.start_s[nodes], graph.end_s[nodes]], axis=1))
-
-
-def _length(intervals: Intervals) -> float:
-    return float((intervals[:, 1] - intervals[:, 0]).sum())
-
-
-def _idle(graph: Program, walked: Walk, first: int) -> dict[str, float]:
-    """Idle seconds of the busiest stream, by what its next op waited for."""
-    found: defaultdict[str, float] = defaultdict(float)
-    for _, _, causes in idle_gaps(graph, walked, first):
-        for cause, seconds in causes.items():
-            found[cause] += seconds
-    return {cause: seconds for cause, seconds in found.items() if seconds > 0}
 
 
 def idle_gaps(graph: Program, walked: Walk, first: int) -> Iterator[tuple[int, float, dict[str, float]]]:
     """The node after each idle time of the stream with most of a rank's ops, how long it idled, and seconds by cause.
 
-    Args:
-        graph: Of the rank.
-        walked: Of all ranks.
-        first: Where the rank's nodes begin in it.
+    ``first``: where the rank's nodes begin in the walk of all ranks.
     """
     inside = np.flatnonzero((graph.columns["step"] >= 0) & (graph.columns["kind"] == OP))
     if not len(inside):
@@ -113,25 +96,18 @@ def idle_gaps(graph: Program, walked: Walk, first: int) -> Iterator[tuple[int, f
     streams = np.bincount(graph.columns["stream"][inside], graph.duration_s[inside])
     nodes = inside[graph.columns["stream"][inside] == int(streams.argmax())]
     gaps = np.maximum(graph.start_s[nodes[1:]] - np.maximum.accumulate(graph.end_s[nodes])[:-1], 0.0)
-    late = lateness(graph)[nodes[1:]]
-    loading, waits = merge(graph.loading_s), _host_waits(graph)
+    into = graph.edge_columns["target"][graph.edge_columns["why"] == WHY_NUMBER[Dependency.SYNCHRONISATION]]
+    waits = _busy(graph, np.unique(into[graph.columns["kind"][into] == HOST]))  # the host waited for the device
+    loading, late = merge(graph.loading_s), lateness(graph)[nodes[1:]]
     for node, gap, unexplained in zip(nodes[1:].tolist(), gaps.tolist(), late.tolist(), strict=True):
         found, rest = {UNEXPLAINED: min(gap, unexplained)}, max(gap - unexplained, 0.0)
         since, until = np.array([graph.start_s[node] - gap]), np.array([graph.start_s[node]])
         cause = _cause(graph, walked, first + node, first) if rest else UNEXPLAINED
         if cause == HOST_BOUND:
             for why, intervals in ((LOADER, loading), (SYNCHRONISATION, waits)):
-                part = min(float(overlap(intervals, since, until)[0]), rest)
-                found[why] = part
-                rest -= part
+                found[why] = min(float(overlap(intervals, since, until)[0]), rest)
+                rest -= found[why]
         yield node, gap, {**found, cause: found.get(cause, 0.0) + rest}
-
-
-def _host_waits(graph: Program) -> Intervals:
-    """The intervals in which the host was in a call that waits for the device."""
-    into = graph.edge_columns["target"][graph.edge_columns["why"] == WHY_NUMBER[Dependency.SYNCHRONISATION]]
-    nodes = np.unique(into[graph.columns["kind"][into] == HOST])
-    return merge(np.stack([graph.start_s[nodes], graph.end_s[nodes]], axis=1))
 
 
 def _cause(graph: Program, walked: Walk, node: int, first: int) -> str:
@@ -141,12 +117,10 @@ def _cause(graph: Program, walked: Walk, node: int, first: int) -> str:
         return UNEXPLAINED
     if source >= walked.joined.first[-1]:  # a meeting: a collective of this stream waits for its peers
         return PEERS
-    kind = int(graph.columns["kind"][source - first])
-    if kind == HOST:
-        return HOST_BOUND
-    if graph.columns["stream"][source - first] == graph.columns["stream"][node - first]:
+    kind, stream = graph.columns["kind"][source - first], graph.columns["stream"]
+    if kind != HOST and stream[source - first] == stream[node - first]:
         return GAPS
-    return COMMUNICATION if kind == COLLECTIVE else SYNCHRONISATION
+    return {HOST: HOST_BOUND, COLLECTIVE: COMMUNICATION}.get(int(kind), SYNCHRONISATION)
 
 
 def longest_path(walked: Walk) -> list[int]:
@@ -163,42 +137,35 @@ def critical_path(walked: Walk) -> dict[str, float]:
     """Seconds of the longest path of a walk: by family of ops, of the ``host``, and of ``device_delays`` between
     them.
     """
-    joined = walked.joined
-    families: defaultdict[str, float] = defaultdict(float)
+    joined, families = walked.joined, defaultdict[str, float](float)
     for node in longest_path(walked):
         place, before = joined.rank_of(node), walked.before(node)
         if place < len(joined.graphs):
-            families[_family(joined.graphs[place], node - joined.first[place])] += float(joined.seconds[node])
+            kind = joined.graphs[place].kind_of(node - joined.first[place])
+            families[OP_KINDS[kind].family if kind in OP_KINDS else kind] += float(joined.seconds[node])
         if before >= 0:
+            at, hosted = joined.rank_of(before), False
+            if at < len(joined.graphs):  # otherwise ranks meet
+                graph = joined.graphs[at]
+                hosted = graph.device == "cpu" or graph.columns["kind"][before - joined.first[at]] == HOST
             waited = float(walked.start_s[node] - walked.end_s[before])
-            at = joined.rank_of(before)
-            graph = joined.graphs[at] if at < len(joined.graphs) else None  # None: ranks meet
-            if graph is not None and graph.columns["kind"][before - joined.first[at]] != HOST and graph.device != "cpu":
-                graph = None
-            families["device_delays" if graph is None else "host"] += max(waited, 0.0)
+            families["host" if hosted else "device_delays"] += max(waited, 0.0)
     return _largest_first(families)
-
-
-def _family(graph: Program, node: int) -> str:
-    kind = graph.kind_of(node)
-    return OP_KINDS[kind].family if kind in OP_KINDS else kind
 
 
 def _skew(joined: Joined) -> tuple[list[dict[str, float]], float]:
     """Each rank's step time and lateness at collectives, and the seconds that all ranks waited for each other."""
-    graphs = joined.graphs
-    late: list[list[float]] = [[] for _ in graphs]
+    late: list[list[float]] = [[] for _ in joined.graphs]
     waited = 0.0
     for members in joined.meetings:
-        starts = {place: float(graphs[place].start_s[node]) + joined.offset_s[place] for place, node in members.items()}
-        earliest, latest = min(starts.values()), max(starts.values())
-        for place, start in starts.items():
-            late[place].append(start - earliest)
-            if graphs[place].columns["step"][members[place]] >= 0:
-                waited += min(latest - start, float(graphs[place].duration_s[members[place]]))
+        own = [(place, joined.graphs[place], node) for place, node in members.items()]
+        starts = [float(graph.start_s[node]) + joined.offset_s[place] for place, graph, node in own]
+        for (place, graph, node), start in zip(own, starts, strict=True):
+            late[place].append(start - min(starts))
+            if graph.columns["step"][node] >= 0:
+                waited += min(max(starts) - start, float(graph.duration_s[node]))
     ranks = []
-    for graph, lags in zip(graphs, late, strict=True):
-        steps = np.diff(graph.steps_s, axis=1)
-        step_s, late_s = float(steps.mean()) if len(steps) else 0.0, float(np.mean(lags)) if lags else 0.0
-        ranks.append({"rank": float(graph.rank), "step_s": step_s, "late_s": late_s})
+    for graph, lags in zip(joined.graphs, late, strict=True):
+        step_s = float(np.diff(graph.steps_s).mean()) if len(graph.steps_s) else 0.0
+        ranks.append({"rank": float(graph.rank), "step_s": step_s, "late_s": float(np.mean(lags)) if lags else 0.0})
     return ranks, waited

@@ -9,7 +9,7 @@ scaled by a plain factor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +30,12 @@ COMMUNICATION, ANY_HOST = "communication", "host"
 _OPTIMIZER = 2  # index of the phase
 
 
+@dataclass
 class Tally:
     """How much device time was changed: by model predictions, or by a constant factor."""
 
-    def __init__(self) -> None:
-        self.predicted_s = 0.0
-        self.scaled_s = 0.0
+    predicted_s: float = 0.0
+    scaled_s: float = 0.0
 
     def add(self, seconds: float, predicted: bool) -> None:
         """Count the device time of the unchanged graph."""
@@ -77,27 +77,25 @@ def _named(graph: Program, what: str) -> NDArray[np.bool_]:
     kinds = graph.columns["kind"]
     if what == COMMUNICATION:
         return np.asarray(kinds == COLLECTIVE)
-    of_work = [
-        what == work.kind or (work.kind in OP_KINDS and what == OP_KINDS[work.kind].family) for work in graph.works
+    named = [
+        what == each.kind or (each.kind in OP_KINDS and what == OP_KINDS[each.kind].family) for each in graph.works
     ]
-    by_work = np.array([*of_work, False], dtype=np.bool_)[graph.columns["work"]] & (kinds != HOST)
-    if by_work.any() or what in OP_KINDS or what in COLLECTIVE_KINDS:
-        return np.asarray(by_work)
-    by_name = np.array([what in name for name in graph.names], dtype=np.bool_)[graph.columns["name"]]
-    return np.asarray(by_name & (kinds != HOST))
+    chosen = np.array([*named, False], dtype=np.bool_)[graph.columns["work"]] & (kinds != HOST)
+    if not chosen.any() and what not in OP_KINDS and what not in COLLECTIVE_KINDS:
+        by_name = np.array([what in name for name in graph.names], dtype=np.bool_)
+        chosen = by_name[graph.columns["name"]] & (kinds != HOST)
+    return np.asarray(chosen)
 
 
 def host_scaled(graph: Program, factor: float, loading: float | None = None) -> Program:
     """Multiply the host's time by ``factor``; the time of loading data by ``loading``, None: by ``factor``."""
-    factors = np.full(len(graph), factor)
-    if loading is not None:
-        for begin, end in graph.loading_s.tolist():
-            factors[(graph.start_s >= begin) & (graph.start_s <= end)] = loading
-    host = graph.columns["kind"] == HOST
-    duration = np.where(host, graph.duration_s * factors, graph.duration_s)
-    order = graph.edge_columns["why"] == WHY_NUMBER[Dependency.HOST_ORDER]
-    delay = np.where(order, graph.delay_s * factors[graph.edge_columns["target"]], graph.delay_s)
-    launch = (graph.edge_columns["why"] == WHY_NUMBER[Dependency.LAUNCH]) & (delay < 0)
+    factors, why = np.full(len(graph), factor), graph.edge_columns["why"]
+    for begin, end in graph.loading_s.tolist() if loading is not None else ():
+        factors[(graph.start_s >= begin) & (graph.start_s <= end)] = loading
+    duration = np.where(graph.on_device, graph.duration_s, graph.duration_s * factors)
+    ordered = why == WHY_NUMBER[Dependency.HOST_ORDER]
+    delay = np.where(ordered, graph.delay_s * factors[graph.edge_columns["target"]], graph.delay_s)
+    launch = (why == WHY_NUMBER[Dependency.LAUNCH]) & (delay < 0)
     delay = np.where(launch, delay * factor, delay)  # before the call returns: at most the duration of the call
     return graph.replace(duration_s=duration, delay_s=delay)
 
@@ -126,14 +124,12 @@ def without_straggler(graphs: Graphs, _: Tally) -> list[Program]:
     """
     if len(graphs) < 2:
         raise StepsightError(f"--remove-straggler needs traces of at least two ranks, got {len(graphs)}")
-    host = [
-        float(np.maximum(g.delay_s[g.edge_columns["why"] == WHY_NUMBER[Dependency.HOST_ORDER]], 0.0).sum())
-        for g in graphs
-    ]
+    ordered = [graph.edge_columns["why"] == WHY_NUMBER[Dependency.HOST_ORDER] for graph in graphs]
+    host = [float(np.maximum(g.delay_s[own], 0.0).sum()) for g, own in zip(graphs, ordered, strict=True)]
     own = [float(graph.duration_s[graph.columns["kind"] == OP].sum()) for graph in graphs]
     slowest = int(np.argmax(np.add(own, host)))
     graph, duration = graphs[slowest], graphs[slowest].duration_s.copy()
-    usual = [_mean_by_kind(other) for place, other in enumerate(graphs) if place != slowest]
+    usual = [_mean_by_kind(other) for other in graphs if other is not graph]
     for kind, seconds in _mean_by_kind(graph).items():
         like = [each[kind] for each in usual if kind in each]
         if like and seconds > 0:
@@ -141,22 +137,16 @@ def without_straggler(graphs: Graphs, _: Tally) -> list[Program]:
             duration[chosen] *= min(float(np.median(like)) / seconds, 1.0)
     ratio = min(float(np.median(host[:slowest] + host[slowest + 1 :])) / host[slowest], 1.0) if host[slowest] else 1.0
     changed = host_scaled(graph.replace(duration_s=duration), ratio)
-    return [changed if place == slowest else each for place, each in enumerate(graphs)]
+    return [changed if each is graph else each for each in graphs]
 
 
 def _mean_by_kind(graph: Program) -> dict[str, float]:
     """Mean seconds of an op by kind."""
+    kinds = list(dict.fromkeys(work.kind for work in graph.works))
     ops = graph.columns["kind"] == OP
-    work = graph.columns["work"][ops]
-    seconds = np.bincount(work, graph.duration_s[ops], minlength=len(graph.works))
-    counts = np.bincount(work, minlength=len(graph.works))
-    totals: dict[str, list[float]] = {}
-    for each, spent, count in zip(graph.works, seconds.tolist(), counts.tolist(), strict=True):
-        if count:
-            total = totals.setdefault(each.kind, [0.0, 0.0])
-            total[0] += spent
-            total[1] += count
-    return {kind: total / count for kind, (total, count) in totals.items()}
+    number = np.array([kinds.index(work.kind) for work in graph.works], dtype=np.int64)[graph.columns["work"][ops]]
+    counts, sums = np.bincount(number), np.bincount(number, graph.duration_s[ops])
+    return {kinds[each]: float(sums[each] / counts[each]) for each in np.flatnonzero(counts).tolist()}
 
 
 def on_latencies(graphs: Graphs, tally: Tally, before: LatencyModel, after: LatencyModel) -> list[Program]:
@@ -196,24 +186,21 @@ def with_replicas(graphs: Graphs, tally: Tally, factor: int, latency: LatencyMod
     Raises:
         StepsightError: If no collective is one of all ranks.
     """
-    world = graphs[0].world_size
-    out = []
+    world, out = graphs[0].world_size, []
     for graph in graphs:
-        pairs = [(work, _grown(work, world, factor)) for work in graph.works]
+        grown = list(graph.works)
+        for place, work in enumerate(graph.works):
+            if isinstance(work, Collective) and work.group_size == world and work.record.route != "message":
+                per_node = work.ranks_per_node if work.ranks_per_node < world else DEVICES_PER_NODE
+                size = world * factor
+                grown[place] = replace(work, group_size=size, ranks_per_node=min(per_node, size))
+        pairs = list(zip(graph.works, grown, strict=True))
         if not any(old != new for old, new in pairs):
             raise StepsightError(f"--replicas needs collectives of all {world} ranks, got none in rank {graph.rank}")
         same = np.array([*(old == new for old, new in pairs), True], dtype=np.bool_)[graph.columns["work"]]
         changed = _scaled(graph, pairs, (latency, latency), 1.0, tally)
         out.append(graph.replace(duration_s=np.where(same, graph.duration_s, changed.duration_s)))
     return out
-
-
-def _grown(work: Op | Collective, world: int, factor: int) -> Op | Collective:
-    if not isinstance(work, Collective) or work.group_size != world or work.record.route == "message":
-        return work
-    per_node = work.ranks_per_node if work.ranks_per_node < work.group_size else DEVICES_PER_NODE
-    size = work.group_size * factor
-    return replace(work, group_size=size, ranks_per_node=min(per_node, size))
 
 
 def _larger(work: Op | Collective, factor: float) -> Op | Collective:
@@ -270,19 +257,23 @@ def with_buckets(graphs: Graphs, tally: Tally, num_bytes: float, latency: Latenc
     Raises:
         StepsightError: If there are no gradient all-reduces, or they are larger already.
     """
+    arrived, (met, offsets) = [graph.start_s.copy() for graph in graphs], meetings(graphs)
+    for members in met:  # when the last rank reached each node, on each rank's own clock
+        latest = max(float(graphs[place].start_s[node]) + offsets[place] for place, node in members.items())
+        for place, node in members.items():
+            arrived[place][node] = min(latest - offsets[place], float(graphs[place].end_s[node]))
     out, joined = [], 0
-    for graph, arrived in zip(graphs, _arrivals(graphs), strict=True):
+    for graph, reached in zip(graphs, arrived, strict=True):
         duration, end = graph.duration_s.copy(), graph.end_s
         for bucket in _buckets(graph, num_bytes):
-            parts = [graph.works[graph.columns["work"][node]] for node in bucket]
-            last = parts[-1]
-            assert isinstance(last, Collective)
-            whole = replace(last, num_bytes=sum(part.num_bytes for part in parts if isinstance(part, Collective)))
-            each = latency.collective_seconds([whole, *(part for part in parts if isinstance(part, Collective))])
-            ratio = float(each[0] / each[1:].sum())
-            busy = merge(np.stack([arrived[bucket], end[bucket]], axis=1))
-            seconds, waited = float((busy[:, 1] - busy[:, 0]).sum()), arrived[bucket[-1]] - graph.start_s[bucket[-1]]
-            duration[bucket[:-1]], duration[bucket[-1]] = 0.0, waited + seconds * ratio
+            works = [graph.works[graph.columns["work"][node]] for node in bucket]
+            parts = [work for work in works if isinstance(work, Collective)]
+            whole = replace(parts[-1], num_bytes=sum(part.num_bytes for part in parts))
+            each = latency.collective_seconds([whole, *parts])
+            busy = merge(np.stack([reached[bucket], end[bucket]], axis=1))
+            seconds, waited = float(np.diff(busy).sum()), reached[bucket[-1]] - graph.start_s[bucket[-1]]
+            duration[bucket] = 0.0
+            duration[bucket[-1]] = waited + seconds * float(each[0] / each[1:].sum())
             tally.add(seconds, True)
             joined += 1
         out.append(graph.replace(duration_s=duration))
@@ -291,34 +282,19 @@ def with_buckets(graphs: Graphs, tally: Tally, num_bytes: float, latency: Latenc
     return out
 
 
-def _arrivals(graphs: Graphs) -> list[Floats]:
-    """When the last rank reached each node, on each rank's own clock; ``(n,)`` each."""
-    found = [graph.start_s.copy() for graph in graphs]
-    met, offsets = meetings(graphs)
-    for members in met:
-        latest = max(float(graphs[place].start_s[node]) + offsets[place] for place, node in members.items())
-        for place, node in members.items():
-            found[place][node] = min(latest - offsets[place], float(graphs[place].end_s[node]))
-    return found
-
-
 def _buckets(graph: Program, num_bytes: float) -> list[list[int]]:
     """Groups of at least two all-reduces in backward that are merged."""
     kinds = np.array([*(work.kind == "all_reduce" for work in graph.works), False], dtype=np.bool_)
-    nodes = np.flatnonzero(kinds[graph.columns["work"]] & (graph.columns["phase"] == 1) & (graph.columns["step"] >= 0))
-    found: list[list[int]] = []
-    current: list[int] = []
+    step, work = graph.columns["step"], graph.columns["work"]
+    found: list[list[int]] = [[]]
     size = 0.0
-    for node in nodes.tolist():
-        work = graph.works[graph.columns["work"][node]]
-        before = current[-1] if current else node
-        if graph.columns["step"][before] != graph.columns["step"][node]:
-            found, current, size = [*found, current], [], 0.0
-        current.append(node)
-        size += work.num_bytes
-        if size >= num_bytes:
-            found, current, size = [*found, current], [], 0.0
-    return [bucket for bucket in [*found, current] if len(bucket) > 1]
+    for node in np.flatnonzero(kinds[work] & (graph.columns["phase"] == 1) & (step >= 0)).tolist():
+        if found[-1] and (size >= num_bytes or step[found[-1][-1]] != step[node]):
+            found.append([])
+            size = 0.0
+        found[-1].append(node)
+        size += graph.works[work[node]].num_bytes
+    return [bucket for bucket in found if len(bucket) > 1]
 
 
 _LEAST_PACE = 0.25  # share of the profiled time: a profiler does not slow a host more than this

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.graph.program import HOST, Program
+from stepsight.dataset.graph.program import Program
 from stepsight.dataset.graph.rendezvous import Meeting, meetings
 from stepsight.dataset.traces.read_rank import lateness
 from stepsight.simulator.clock.engine import DelayedGraph, delayed_paths
@@ -85,7 +85,7 @@ class Walk:
 def join(graphs: Sequence[Program]) -> Joined:
     """Join the graphs of a job's ranks: clocks are aligned, and a collective begins when all of its ranks are there."""
     met, offsets = meetings(graphs)
-    first = np.concatenate([[0], np.cumsum([len(graph) for graph in graphs])]).tolist()
+    first = np.cumsum([0, *(len(graph) for graph in graphs)]).tolist()
     count = first[-1]
     seconds = np.concatenate([*(graph.duration_s + 0.0 for graph in graphs), np.zeros(len(met))])
     source, waiting = (
@@ -94,21 +94,17 @@ def join(graphs: Sequence[Program]) -> Joined:
     )
     delay = np.concatenate([graph.delay_s + graph.unrecorded_s[graph.edge_columns["target"]] for graph in graphs])
     starts = np.concatenate([graph.start_s + offset for graph, offset in zip(graphs, offsets, strict=True)])
-    ready = np.full(count + len(met), -np.inf)
-    ready[:count] = starts
+    ready = np.append(starts, np.full(len(met), -np.inf))
     ready[waiting] = -np.inf
     meeting = np.full(count, -1, dtype=np.int64)
-    for number, together in enumerate(met):
+    for number, together in enumerate(met, count):
         nodes = [first[place] + node for place, node in together.items()]
-        meeting[nodes] = count + number
-        ends = starts[nodes] + seconds[nodes]
-        seconds[nodes] = np.clip(ends - starts[nodes].max(), 0.0, seconds[nodes])
-        ready[count + number] = ready[nodes].max()
+        meeting[nodes], ready[number] = number, ready[nodes].max()
+        seconds[nodes] = np.clip(starts[nodes] + seconds[nodes] - starts[nodes].max(), 0.0, seconds[nodes])
     members = np.flatnonzero(meeting >= 0)
     ready[members] = -np.inf
     target = np.concatenate([np.where(meeting[waiting] >= 0, meeting[waiting], waiting), members])
-    source = np.concatenate([source, meeting[members]])
-    delay = np.concatenate([delay, np.zeros(len(members))])
+    source, delay = np.append(source, meeting[members]), np.append(delay, np.zeros(len(members)))
     return Joined(graphs, first, met, offsets, seconds, ready, source, target, delay, waiting, meeting)
 
 
@@ -240,43 +236,31 @@ def replay(graphs: Sequence[Program]) -> Replay:
         start, end = (times[begin : begin + len(graph)] for times in (arrivals, walked.end_s))
         measured = _span(graph, graph.start_s, graph.end_s)
         ranks.append(RankReplay(graph.rank, measured / count, _span(graph, start, end) / count))
-        own = _streams(graph, start, end)
-        streams += own
         whole += measured
+        late, inside = lateness(graph) - graph.unrecorded_s, (graph.columns["step"] >= 0) & graph.on_device
+        own: list[tuple[StreamReplay, float]] = []  # with what was not recorded
+        for number, name in enumerate(graph.streams):
+            mine = (graph.columns["step"] >= 0) & (graph.columns["stream"] == number)
+            nodes = np.flatnonzero(mine & inside)
+            if len(nodes):
+                times = (float(each[nodes].sum()) for each in (graph.duration_s, end - start, late))
+                own.append((StreamReplay(graph.rank, name, *times), float(graph.unrecorded_s[mine].sum())))
+        streams += [each for each, _ in own]
         if own:
-            busiest = max(own, key=lambda each: each.measured_busy_s)
-            chosen = (graph.columns["stream"] == graph.streams.index(busiest.stream)) & (graph.columns["step"] >= 0)
+            busiest, lost = max(own, key=lambda each: each[0].measured_busy_s)
             idle += busiest.unexplained_idle_s
-            unrecorded += float(graph.unrecorded_s[chosen].sum())
+            unrecorded += lost
     shares = [100.0 * seconds / whole if whole else 0.0 for seconds in (idle, unrecorded)]
     return Replay(walked, tuple(ranks), tuple(streams), *shares)
 
 
 def _span(graph: Program, start: Floats, end: Floats) -> float:
     """Time from the beginning of the first step to the end of the last, on the host and on the device."""
-    marks = [number for number, name in enumerate(graph.names) if name == MARK]
-    is_mark = np.isin(graph.columns["name"], marks) & (graph.columns["kind"] == HOST)
-    at = graph.start_s
-    tolerance = 1e-7
-    first = np.flatnonzero(is_mark & (at >= graph.steps_s[0, 0] - tolerance))[:1]
-    last = np.flatnonzero(is_mark & (at >= graph.steps_s[-1, 1] - tolerance))[:1]
+    marks = np.array([name == MARK for name in graph.names], dtype=np.bool_)[graph.columns["name"]] & ~graph.on_device
+    first, last = (
+        np.flatnonzero(marks & (graph.start_s >= moment - 1e-7))[:1]
+        for moment in (graph.steps_s[0, 0], graph.steps_s[-1, 1])
+    )
     work = np.flatnonzero((graph.columns["step"] >= 0) & graph.on_device)
-    begins = start[first] if len(first) else start[work[:1]]
-    ends = [float(end[last[0]])] if len(last) else []
-    if len(work):
-        ends.append(float(end[work].max()))
-    return max(ends) - float(begins[0]) if ends and len(begins) else 0.0
-
-
-def _streams(graph: Program, start: Floats, end: Floats) -> list[StreamReplay]:
-    late = lateness(graph) - graph.unrecorded_s
-    out = []
-    inside = (graph.columns["step"] >= 0) & graph.on_device
-    for number, name in enumerate(graph.streams):
-        nodes = np.flatnonzero(inside & (graph.columns["stream"] == number))
-        if len(nodes):
-            busy = float(graph.duration_s[nodes].sum())
-            out.append(
-                StreamReplay(graph.rank, name, busy, float((end - start)[nodes].sum()), float(late[nodes].sum()))
-            )
-    return out
+    begins, ends = start[first if len(first) else work[:1]], end[np.append(last, work)]
+    return float(ends.max() - begins[0]) if len(ends) and len(begins) else 0.0

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.graph.program import HOST, PHASES, WHY_NUMBER, Dependency, Program
+from stepsight.dataset.graph.program import PHASES, WHY_NUMBER, Dependency, Program
 from stepsight.simulator.clock.trace_writer import TraceWriter
 from stepsight.simulator.replay.causes import idle_gaps, longest_path
 from stepsight.simulator.replay.replay import Joined, Walk
@@ -37,13 +37,13 @@ class StepWriter(TraceWriter):
     def nodes(self) -> Iterator[bytes]:
         """Ops, collectives and calls of the host that take time, and arrows between streams and of messages."""
         for graph, first in zip(self._joined.graphs, self._joined.first, strict=False):
-            columns, drawn = graph.columns, self._drawn(graph, first)
+            lasts = (self._end_s - self._start_s)[first : first + len(graph)] > 0
+            columns, drawn = graph.columns, graph.on_device | lasts
             for node in np.flatnonzero(drawn).tolist():
                 work, times = int(columns["work"][node]), (self._start_s[first + node], self._end_s[first + node])
                 said = {} if work < 0 else {"what": str(graph.works[work])}
-                title = f"{graph.names[columns['name'][node]]} {graph.kind_of(node)}"
-                phase = (*PHASES, "step")[columns["phase"][node]]
-                place = (graph.rank, graph.streams[columns["stream"][node]])
+                title, phase = self._label(first + node), (*PHASES, "step")[columns["phase"][node]]
+                place = self._place(first + node)[:2]
                 yield self.span(title, place, times, phase, **said, **self._notes.get(first + node, {}))
             stream, (source, target) = columns["stream"], (graph.edge_columns[end] for end in ("source", "target"))
             across = drawn[source] & drawn[target] & (stream[source] != stream[target])
@@ -73,10 +73,6 @@ class StepWriter(TraceWriter):
                 place, rank = (process, "critical path"), self._graph(node)[0].rank
                 yield self.span(self._label(node), place, (begin, end), "critical", rank=rank)
             reached = end
-
-    def _drawn(self, graph: Program, first: int) -> NDArray[np.bool_]:
-        lasts = (self._end_s - self._start_s)[first : first + len(graph)] > 0
-        return np.asarray(graph.on_device | ((graph.columns["kind"] == HOST) & lasts))
 
     def _graph(self, node: int) -> tuple[Program, int]:
         place = self._joined.rank_of(node)
@@ -151,12 +147,11 @@ def kernel_table(graphs: Sequence[Program]) -> list[dict[str, Any]]:
     rows = [(name, kind, np.concatenate(parts)) for (name, kind), parts in runs.items()]
     rows.sort(key=lambda row: -float(row[2].sum()))
     whole = sum(float(seconds.sum()) for _, _, seconds in rows) or 1.0
+    names = ("seconds", "mean_s", "min_s", "max_s")
     return [
-        {
-            **{"name": name, "kind": kind, "count": len(each), "seconds": float(each.sum())},
-            **{"mean_s": float(each.mean()), "min_s": float(each.min()), "max_s": float(each.max())},
-            "percent": 100.0 * float(each.sum()) / whole,
-        }
+        {"name": name, "kind": kind, "count": len(each)}
+        | {key: float(of()) for key, of in zip(names, (each.sum, each.mean, each.min, each.max), strict=True)}
+        | {"percent": 100.0 * float(each.sum()) / whole}
         for name, kind, each in rows
     ]
 
