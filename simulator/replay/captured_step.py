@@ -87,8 +87,10 @@ def time_captured(graphs: Sequence[Program], latency: LatencyModel) -> CapturedS
     alone = tuple(timer_of(latency).work_seconds(graph.works) for graph in graphs)
     host, found = host_times(latency), []
     for graph, seconds in zip(graphs, alone, strict=True):
-        hosted = host is not None and graph.device == "cpu"
-        found.append(_timed_on_host(graph, seconds, host) if hosted else _timed(graph, seconds, latency))
+        if host is not None and graph.device == "cpu":
+            found.append(_timed_on_host(graph, seconds, host))
+        else:
+            found.append(_timed(graph, seconds, latency))
     timed, lost = zip(*found, strict=True)
     joined = join(timed)
     for graph, first in zip(timed if latency.hardware.has_host else (), joined.first, strict=False):
