@@ -85,7 +85,7 @@ class Workspace:
             return predict_captured(read_captured(path), self.hardware or hardware, "", self.predictor), ""
         from stepsight.experiments.questions.traced_runs import ReplayedRun, one_run
 
-        return ReplayedRun.read(one_run(path, "the page", traced=True)), ""
+        return ReplayedRun.of(one_run(path, "the page", traced=True)), ""
 
     def _read(self, paths: Sequence[Path], folder: Path) -> tuple[Job, str]:
         """Read a job from a job file, or from the configurations of one run; errors name files within the folder."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.base.errors import StepsightError, shorten
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_folder import MANIFEST, TracedRun, has_traces, is_imported, read_imported, run_graphs
-from stepsight.dataset.runs.run_manifest import read_manifest
+from stepsight.dataset.runs.run_manifest import RunManifest, read_manifest
 from stepsight.dataset.traces.import_traces import import_ranks
 from stepsight.experiments.questions.traced_runs import ReplayedRun, measured_step, one_run
-from stepsight.experiments.reports.text_table import Number, table
+from stepsight.experiments.reports.text_table import Number, shown, table
 from stepsight.simulator.replay.causes import breakdown
 from stepsight.simulator.replay.step_timeline import Kernel, kernel_seconds
 from stepsight.training.corrections.intervals import interval_text, seconds_text
@@ -50,31 +50,36 @@ class Side:
 
 def predicted_side(prediction: Prediction, name: str) -> Side:
     """A job with its prediction."""
-    memory_gb = round(prediction.memory.peak_bytes / 1e9, 2)
+    memory_gb, simulation = round(prediction.memory.peak_bytes / 1e9, 2), prediction.simulation
     facts = {**_flat(prediction.job), "source": prediction.source, "memory_gb": memory_gb}
-    interval = (prediction.low_s, prediction.high_s)
-    works, kinds = _works(prediction, str), _works(prediction, lambda work: work.kind)
-    return Side(name, prediction.iteration_time_s, False, facts, prediction.breakdown, works, kinds, interval)
+    each = dict(zip(simulation.lowered.all_works, simulation.work_seconds.tolist(), strict=True))
+    scale = prediction.iteration_time_s / simulation.iteration_time_s
+    spent = [(work, count * each[work] * scale) for work, count in simulation.op_counts.items()]
+    return Side(
+        name,
+        prediction.iteration_time_s,
+        False,
+        facts,
+        prediction.breakdown,
+        works=_summed((str(work), seconds) for work, seconds in spent),
+        kinds=_summed((work.kind, seconds) for work, seconds in spent),
+        interval=(prediction.low_s, prediction.high_s),
+    )
 
 
 def run_side(path: Path) -> Side:
     """A measured run, with its traces if it has any; or a trace, or a folder of the traces of all ranks."""
-    name, job, facts, folder = path.name, None, dict[str, Any](), None
-    traced: TracedRun | None = None
     if path.is_file() or not ((path / MANIFEST).is_file() or (path / "runs").is_dir()):
-        traced = TracedRun(name, None, list(import_ranks([path]).graphs), "")
+        traced: TracedRun | None = TracedRun(path.name, None, list(import_ranks([path]).graphs), "")
+        side = Side(path.name, 0.0, True, {})
     else:
-        folder = one_run(path, "compare")
+        folder, facts = one_run(path, "compare"), dict[str, Any]()
         traced = run_graphs(folder) if has_traces(folder) else None
-        if is_imported(folder):
-            imported = read_imported(folder)
-            name, job = imported.name, imported.job
-        else:
-            manifest = read_manifest(folder)
-            name, job = manifest.name, manifest.job
-            facts = {"ranks": manifest.world_size, **{f"versions.{key}": v for key, v in manifest.versions.items()}}
-    seconds = measured_step(folder) if folder else 0.0
-    side = Side(name, seconds, True, {**({} if job is None else _flat(job)), **facts})
+        found = read_imported(folder) if is_imported(folder) else read_manifest(folder)
+        if isinstance(found, RunManifest):
+            facts = {"ranks": found.world_size, **{f"versions.{key}": v for key, v in found.versions.items()}}
+        own = {} if found.job is None else _flat(found.job)
+        side = Side(found.name, measured_step(folder), True, {**own, **facts})
     if traced is not None:
         side = _with_traces(side, ReplayedRun.of(traced))
     if not side.seconds:
@@ -88,18 +93,15 @@ def _with_traces(side: Side, found: ReplayedRun) -> Side:
     critical, steps = breakdown(graphs).critical, max(sum(len(graph.steps_s) for graph in graphs), 1)
     path_s = sum(critical.values()) or 1.0
     kernels = {key: (len(runs) / steps, float(runs.sum()) / steps) for key, runs in kernel_seconds(graphs).items()}
-    works, kinds = defaultdict[str, float](float), defaultdict[str, float](float)
-    for kernel, (_, spent) in kernels.items():
-        works[kernel.what] += spent
-        kinds[kernel.kind] += spent
+    spent = [(kernel.what, kernel.kind, seconds) for kernel, (_, seconds) in kernels.items()]
     facts = {"hardware": graphs[0].device_name, "ranks": len(graphs)}
     return replace(
         side,
         seconds=seconds,
         facts={**({} if "ranks" in side.facts else facts), **side.facts},
-        causes={kind: spent / path_s * seconds for kind, spent in critical.items()},
-        works=works,
-        kinds=kinds,
+        causes={kind: each / path_s * seconds for kind, each in critical.items()},
+        works=_summed((what, seconds) for what, _, seconds in spent),
+        kinds=_summed((kind, seconds) for _, kind, seconds in spent),
         kernels=kernels,
         exposed_s=statistics.fmean(each["seconds"] for each in found.exposed()),
     )
@@ -111,13 +113,11 @@ def _flat(job: Job) -> dict[str, Any]:
     return facts | {f"{section}.{key}": value for section, keys in tables.items() for key, value in keys.items()}
 
 
-def _works(prediction: Prediction, key: Callable[[Op | Collective], str]) -> dict[str, float]:
-    """Seconds of ops and collectives by a text about each."""
-    simulation, found = prediction.simulation, defaultdict[str, float](float)
-    scale = prediction.iteration_time_s / simulation.iteration_time_s
-    seconds = dict(zip(simulation.lowered.all_works, simulation.work_seconds.tolist(), strict=True))
-    for work, count in simulation.op_counts.items():
-        found[key(work)] += count * seconds[work] * scale
+def _summed(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Seconds by name."""
+    found = defaultdict[str, float](float)
+    for name, seconds in pairs:
+        found[name] += seconds
     return dict(found)
 
 
@@ -144,35 +144,30 @@ def compare_sides(sides: Sequence[Side]) -> dict[str, Any]:
         }
         for side in sides
     ]
-    keys = dict.fromkeys(key for side in sides for key in side.facts)
-    values = {key: [side.facts.get(key) for side in sides] for key in keys}
+    values = {key: [side.facts.get(key) for side in sides] for key in dict.fromkeys(chain(*(s.facts for s in sides)))}
     least = LEAST_DIFFERENCE * max(side.seconds for side in sides)
-    works = _together([side.works for side in sides])
-    differing = {name: row for name, row in works.items() if max(row) - min(row) > least}
-    most = sorted(differing, key=lambda name: min(differing[name]) - max(differing[name]))[:MOST_WORKS]
+    works = {name: row for name, row in _together([side.works for side in sides]).items() if _spread(row) > least}
+    kernels = []  # of which the sides have not as many, or whose seconds differ
+    for kernel in dict.fromkeys(chain(*(side.kernels for side in sides))):
+        counts, seconds = zip(*(side.kernels.get(kernel, (0.0, 0.0)) for side in sides), strict=True)
+        if _spread(seconds) > least or _spread(counts) > 0:
+            kernels.append({**kernel._asdict(), "counts": list(counts), "seconds": list(seconds)})
     return {
         "sides": rows,
         "facts": {key: row for key, row in values.items() if any(each != row[0] for each in row[1:])},
         "causes": _together([side.causes for side in sides]),
-        "works": {name: differing[name] for name in most},
+        "works": dict(sorted(works.items(), key=lambda item: -_spread(item[1]))[:MOST_WORKS]),
         "kinds": _together([side.kinds for side in sides]),
-        "kernels": _kernels(sides, least),
+        "kernels": sorted(kernels, key=lambda row: -_spread(row["seconds"])),
     }
 
 
-def _kernels(sides: Sequence[Side], least: float) -> list[dict[str, Any]]:
-    """Kernels of which the sides have not as many, or whose seconds differ, those that differ most first."""
-    found = []
-    for kernel in dict.fromkeys(kernel for side in sides for kernel in side.kernels):
-        counts, seconds = zip(*(side.kernels.get(kernel, (0.0, 0.0)) for side in sides), strict=True)
-        if max(seconds) - min(seconds) > least or max(counts) > min(counts):
-            found.append({**kernel._asdict(), "counts": list(counts), "seconds": list(seconds)})
-    return sorted(found, key=lambda row: min(row["seconds"]) - max(row["seconds"]))
+def _spread(values: Sequence[float]) -> float:
+    return max(values) - min(values)
 
 
 def _together(tables: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    names = dict.fromkeys(name for table in tables for name in table)
-    return {name: [table.get(name, 0.0) for table in tables] for name in names}
+    return {name: [table.get(name, 0.0) for table in tables] for name in dict.fromkeys(chain(*tables))}
 
 
 def letters_of(told: Mapping[str, Any]) -> list[str]:
@@ -187,39 +182,35 @@ def comparison_tables(
     kinds, works, and kernels; ``name``: of keys, for people.
     """
     sides, letters = told["sides"], letters_of(told)
-    last = f"{letters[-1]} - A"
-    header = ["", "what", "iteration", "interval", "% from A", "exposed communication"]
+    last, measured = f"{letters[-1]} - A", {side["measured"] for side in told["sides"]}
+    exposed = [side["exposed_communication_s"] for side in sides]
+    header = ["", "what", "iteration", "interval", "% from A"]
     rows: list[list[object]] = [
         [letter, side["name"], seconds_text(side["seconds"]),
-         "measured" if side["measured"] else interval_text(side["low_s"], side["high_s"]), f"{side['percent']:+.1f}",
-         "-" if side["exposed_communication_s"] is None else seconds_text(side["exposed_communication_s"])]
+         "measured" if side["measured"] else interval_text(side["low_s"], side["high_s"]), f"{side['percent']:+.1f}"]
         for letter, side in zip(letters, sides, strict=True)
     ]  # fmt: skip
-    if all(side["exposed_communication_s"] is None for side in sides):
-        header, rows = header[:-1], [row[:-1] for row in rows]
-    facts: list[list[object]] = [
-        [name(key), *(_short(value) for value in values)] for key, values in told["facts"].items()
-    ]
+    if any(each is not None for each in exposed):
+        header.append("exposed communication")
+        rows = [[*row, "-" if e is None else seconds_text(e)] for row, e in zip(rows, exposed, strict=True)]
+    facts: list[list[object]] = [[name(key), *map(_short, values)] for key, values in told["facts"].items()]
     tables: list[tuple[list[str], list[list[object]]]] = [(header, rows), (["what differs", *letters], facts)]
-    measured = {side["measured"] for side in sides}
-    goes = {False: "", True: " (of runs: on the critical path)"}[measured == {True, False}]
+    goes = " (of runs: on the critical path)" if measured == {True, False} else ""
     titles = {
         "causes": "critical path of the step, ms" if measured == {True} else f"where the time goes{goes}, ms",
         "kinds": "by kind of op, ms",
         "works": "largest differences, ms",
     }
     for key, title in titles.items():
+        named = name if key == "causes" else str
         rows = [
-            [
-                _short(name(what) if key == "causes" else what),
-                *(Number(1e3 * value) for value in (*values, values[-1] - values[0])),
-            ]
+            [_short(named(what)), *(Number(1e3 * value) for value in (*values, values[-1] - values[0]))]
             for what, values in told[key].items()
             if max(values) > 0
         ]
         tables.append(([title, *letters, last], rows))
     kernels: list[list[object]] = [
-        [_short(row["name"]), _short(row["what"]), *(Number(of) for of in row["counts"])]
+        [_short(row["name"]), _short(row["what"]), *map(Number, row["counts"])]
         + [Number(1e3 * of, 3) for of in (*row["seconds"], row["seconds"][-1] - row["seconds"][0])]
         for row in told["kernels"][:MOST_WORKS]
     ]
@@ -234,4 +225,5 @@ def comparison_text(told: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    return "" if value is None else shorten(str(value), LONGEST)
+    text = shown(value) if isinstance(value, list | tuple) else str(value)
+    return "" if value is None else shorten(text, LONGEST)

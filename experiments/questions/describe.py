@@ -27,7 +27,7 @@ from stepsight.experiments.reports.run_texts import (
     describe_run,
     trace_summary,
 )
-from stepsight.experiments.reports.text_table import Column, Number, table, table_of
+from stepsight.experiments.reports.text_table import table, table_of
 
 WORDS = {  # that stand for predictors, and are none
     "physics": "the shipped predictor of a job's hardware, without the correction by published runs near the job",
@@ -47,7 +47,13 @@ def describe(path: Path) -> dict[str, Any]:
         raise StepsightError(f"{path} is no {kinds}")
     value = read_object(path) if path.suffix == ".json" else {}
     if "heldout" in value:
-        return _summary(path, value)
+        from stepsight.experiments.reports.job_texts import demo_text
+
+        try:
+            return _told(value, demo_text)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            got = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            raise StepsightError(f"{path} must be the summary of a demo, got {got}") from None
     if "variants" in value and isinstance(value.get("text"), str):
         return value  # of a study on one GPU
     return _facts_file(path) or _job(Job.from_file(path))
@@ -89,44 +95,28 @@ def _told(value: dict[str, Any], text: Callable[[dict[str, Any]], str]) -> dict[
 def _captures(path: Path) -> dict[str, Any]:
     """Captures of several world sizes: their first ranks beside each other."""
     found = [read_captured(each).to_dict() for each in captures_in(path)]
-    columns: dict[str, str | Column] = {
-        "ranks": "world_size",
-        "ops of the first": lambda each: each["ranks"][0]["ops"],
-        "TFLOP": lambda each: Number(each["ranks"][0]["flops"] / 1e12, 3),
-        "collectives": lambda each: sum(row["count"] for row in each["ranks"][0]["collectives"]),
-        "their GB": lambda each: Number(
-            sum(row["count"] * row["num_bytes"] for row in each["ranks"][0]["collectives"]) / 1e9, 3
-        ),
-        "peak GB": lambda each: Number(max(rank["peak_bytes"] for rank in each["ranks"]) / 1e9, 3),
-    }
-    return {"captures": found, "text": f"script     {found[0]['script']}\n{table_of(found, columns)}"}
+    rows = []
+    for first, each in ((each["ranks"][0], each) for each in found):
+        sent = [(row["count"], row["count"] * row["num_bytes"]) for row in first["collectives"]]
+        count, num_bytes = (sum(column) for column in zip(*sent, strict=True)) if sent else (0, 0)
+        ops = {"ranks": each["world_size"], "ops of the first": first["ops"], "TFLOP": first["flops"] / 1e12}
+        memory = {"peak GB": max(rank["peak_bytes"] for rank in each["ranks"]) / 1e9}
+        rows.append({**ops, "collectives": count, "their GB": num_bytes / 1e9, **memory})
+    columns = {name: name for name in rows[0]}
+    return {"captures": found, "text": f"script     {found[0]['script']}\n{table_of(rows, columns, 3)}"}
 
 
 def _job(job: Job) -> dict[str, Any]:
     tables = job.to_dict()
-    framework = tables.pop("framework", "")
-    rows = [["", "framework", framework]] if framework else []
-    rows += [[section, key, value] for section, keys in tables.items() for key, value in keys.items()]
-    rows.append(["", "micro-batches", job.num_micro_batches])
-    text = f"job {job.name}\n" + table(["table", "key", "value"], [[str(c) for c in row] for row in rows])
+    keys = {"": {"framework": tables.pop("framework", "")}, **tables}
+    rows = [
+        [section, key, str(value)] for section, own in keys.items() for key, value in own.items() if section or value
+    ]
+    rows.append(["", "micro-batches", str(job.num_micro_batches)])
+    text = f"job {job.name}\n{table(['table', 'key', 'value'], rows)}"
     text += "".join(f"\nwarning: {warning}" for warning in job.warnings)
-    return {
-        "job": job.to_dict(),
-        "devices": job.cluster.num_devices,
-        "micro_batches": job.num_micro_batches,
-        "text": text,
-    }
-
-
-def _summary(path: Path, value: dict[str, Any]) -> dict[str, Any]:
-    from stepsight.experiments.reports.job_texts import demo_text
-
-    try:
-        return {**value, "text": demo_text(value)}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StepsightError(
-            f"{path} must be the summary of a demo, got {type(error).__name__}: {str(error).splitlines()[0]}"
-        ) from None
+    counts = {"devices": job.cluster.num_devices, "micro_batches": job.num_micro_batches}
+    return {"job": job.to_dict(), **counts, "text": text}
 
 
 def write_table(collection: Path, table: Path) -> int:
@@ -152,7 +142,7 @@ def _measurements(path: Path) -> dict[str, Any]:
 
 def _runs_table(path: Path) -> dict[str, Any]:
     """A table of measured runs: rows, devices and frameworks of each source."""
-    from stepsight.experiments.evaluation.runs_table import Row, read_runs_table
+    from stepsight.experiments.evaluation.runs_table import read_runs_table
 
     try:
         rows = read_runs_table(path)
@@ -160,18 +150,12 @@ def _runs_table(path: Path) -> dict[str, Any]:
         raise StepsightError(
             f"{error}; a table of ops and collectives is imported first: `stepsight import csv {path}`"
         ) from None
-    sources: dict[str, list[Row]] = {}
-    for row in rows:
-        sources.setdefault(row.source, []).append(row)
-    words = ("hardware", "framework")
-    told: dict[str, dict[str, Any]] = {
-        name: {
-            "rows": len(some),
-            "gpus": sorted({row.text("gpus").removesuffix(".0") for row in some}, key=lambda text: (len(text), text)),
-            **{key: sorted({row.text(key) for row in some} - {""}) for key in words},
-        }
-        for name, some in sources.items()
-    }
+    words, told = ("hardware", "framework"), dict[str, dict[str, Any]]()
+    for name in dict.fromkeys(row.source for row in rows):
+        some = [row for row in rows if row.source == name]
+        gpus = sorted({row.text("gpus").removesuffix(".0") for row in some}, key=lambda text: (len(text), text))
+        used = {key: sorted({row.text(key) for row in some} - {""}) for key in words}
+        told[name] = {"rows": len(some), "gpus": gpus, **used}
     cells = [
         [shorten(name, 50), of["rows"], " to ".join(dict.fromkeys((of["gpus"][0], of["gpus"][-1]))),
          *(shorten(", ".join(of[key]), 50) for key in words)]
@@ -197,13 +181,11 @@ _NOUNS = {Hardware: "hardware", Fabric: "fabric", Framework: "framework"}
 
 def _facts_file(path: Path) -> dict[str, Any] | None:
     """Describe a file of hardware and fabrics, or of a framework's profile; None if it is another kind of file."""
-    if not is_facts_file(str(path)):
-        return None
     try:
-        tables = read_facts(str(path))
+        tables = read_facts(str(path)) if is_facts_file(str(path)) else {}
     except JobError:  # not a table of tables: reading it as a job reports what is wrong
         return None
-    if not tables or set(tables) & set(SECTIONS) or "framework" in tables:
+    if not tables or set(tables) & {*SECTIONS, "framework"}:
         return None
     if set(tables) & {"hardware", "fabric"}:
         hardware, fabrics = facts_in(str(path))

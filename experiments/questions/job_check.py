@@ -6,8 +6,10 @@ program has more often than the other, by kind, dims and bytes: a test of the lo
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from stepsight.dataset.hardware.hardware import HARDWARE, Hardware, find_hardwar
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
 from stepsight.experiments.questions.traced_device import latency_of
-from stepsight.experiments.reports.text_table import Number, table
+from stepsight.experiments.reports.text_table import Column, Number, table_of
 from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.programs.lower import Lowered, lower
 from stepsight.simulator.replay.changes import sized_seconds
@@ -36,23 +38,27 @@ Work = Op | Collective
 
 def check_job(job: Job, graphs: Sequence[Program]) -> None:
     """Check that a job can have produced a trace."""
-    wrong = []
-    world, devices = graphs[0].world_size, job.cluster.num_devices
+    wrong, world, devices = [], graphs[0].world_size, job.cluster.num_devices
     if world != devices:
         wrong.append(f"the job has {devices} devices, the trace {world} rank(s)")
     hosted, hardware = graphs[0].device == "cpu", _hardware(job, graphs)
     if hosted != (hardware.kind == "cpu"):
         traced_on = "a host" if hosted else graphs[0].device_name or "a device"
         wrong.append(f"the job runs on {job.cluster.hardware}, the trace on {traced_on}")
-    traced = _traced_shares(graphs)
+    seconds = Counter[str]()  # of ops by family
+    for graph in graphs:
+        ops = graph.columns["kind"] == OP
+        for work, spent in zip(graph.columns["work"][ops].tolist(), graph.duration_s[ops].tolist(), strict=True):
+            kind = graph.works[work].kind
+            seconds[OP_KINDS[kind].family if kind in OP_KINDS else ""] += spent
     works = {work for segment in lower(job, hardware).segments for work in segment.works}
     lowered = {work.family for work in works if isinstance(work, Op)}
     products = {"gemm", "attention"}  # products of attention are either, as the job fuses them or not
     for family in _TELLING:
-        known = family in lowered or (family in products and lowered & products)
-        if traced[family] >= _LEAST_SHARE and not known:
-            wrong.append(f"{100 * traced[family]:.0f} % of the trace's time is {family}, and the job has none")
-    if "gemm" in lowered and not any(traced[family] for family in ("gemm", "fused", "opaque", "attention")):
+        share = seconds[family] / (seconds.total() or 1.0)
+        if share >= _LEAST_SHARE and family not in lowered and not (family in products and lowered & products):
+            wrong.append(f"{100 * share:.0f} % of the trace's time is {family}, and the job has none")
+    if "gemm" in lowered and not any(seconds[family] for family in ("gemm", "fused", "opaque", "attention")):
         wrong.append("the job has matrix products, and the trace none")
     ours = sorted({work.kind for work in works if isinstance(work, Collective)})
     theirs = sorted({work.kind for graph in graphs for work in graph.works if isinstance(work, Collective)})
@@ -66,18 +72,6 @@ def check_job(job: Job, graphs: Sequence[Program]) -> None:
 
 def _hardware(job: Job, graphs: Sequence[Program]) -> Hardware:
     return find_hardware(job.hardware_name) or HARDWARE[_HOST if graphs[0].device == "cpu" else _DEVICE]
-
-
-def _traced_shares(graphs: Sequence[Program]) -> defaultdict[str, float]:
-    """Share of the ops' time by family."""
-    seconds: defaultdict[str, float] = defaultdict(float)
-    for graph in graphs:
-        ops = graph.columns["kind"] == OP
-        for work, spent in zip(graph.columns["work"][ops].tolist(), graph.duration_s[ops].tolist(), strict=True):
-            kind = graph.works[work].kind
-            seconds[OP_KINDS[kind].family if kind in OP_KINDS else ""] += spent
-    whole = sum(seconds.values()) or 1.0
-    return defaultdict(float, {family: spent / whole for family, spent in seconds.items()})
 
 
 def lowered_works(lowered: Lowered, stage: int) -> Counter[Work]:
@@ -103,24 +97,22 @@ def traced_works(graph: Program) -> tuple[dict[Work, float], dict[Work, float]]:
     The kernels of one framework call are one op; calls of which nobody knows are ops by themselves.
     """
     inside = np.flatnonzero((graph.columns["step"] >= 0) & graph.on_device & (graph.columns["work"] >= 0))
-    steps = max(len(graph.steps_s), 1)
-    count: defaultdict[Work, float] = defaultdict(float)
-    seconds: defaultdict[Work, float] = defaultdict(float)
-    calls: set[tuple[int, int]] = set()
+    steps, count, seconds = max(len(graph.steps_s), 1), defaultdict[Work, float](float), defaultdict[Work, float](float)
+    calls = set[tuple[int, int]]()
     for node in inside.tolist():
         number, call = int(graph.columns["work"][node]), int(graph.columns["call"][node])
-        work = graph.works[number]
-        seconds[work] += float(graph.duration_s[node]) / steps
-        if call < 0 or (number, call) not in calls:
-            count[work] += 1.0 / steps
+        seconds[graph.works[number]] += float(graph.duration_s[node])
+        count[graph.works[number]] += call < 0 or (number, call) not in calls
         calls.add((number, call))
-    return dict(count), dict(seconds)
+    return {work: each / steps for work, each in count.items()}, {w: each / steps for w, each in seconds.items()}
 
 
 def compare(job: Job, graphs: Sequence[Program]) -> dict[str, Any]:
     """Compare a traced run with its job: one rank of each pipeline stage."""
     hardware = _hardware(job, graphs)
-    lowered, latency = lower(job, hardware), _latency(job, hardware.name)
+    lowered, latency = lower(job, hardware), None
+    with suppress(StepsightError):  # a user's own device: the job has no predicted seconds
+        latency = latency_of(hardware.name, job.fabric)
     stages: dict[int, Program] = {}
     for graph in graphs:
         if graph.rank >= job.cluster.num_devices:
@@ -132,44 +124,34 @@ def compare(job: Job, graphs: Sequence[Program]) -> dict[str, Any]:
 
 
 def stage_of(job: Job, rank: int) -> int:
-    parallel = job.parallel
-    stride = 1
-    for axis in parallel.order.split("-"):
-        size = getattr(parallel, axis)
-        if axis == "pp":
-            return int(rank // stride % size)
-        stride *= size
-    return 0
-
-
-def _latency(job: Job, hardware: str) -> LatencyModel | None:
-    try:
-        return latency_of(hardware, job.fabric)
-    except StepsightError:  # a user's own device: the job has no predicted seconds
-        return None
+    inner, _, _ = job.parallel.order.partition("pp")
+    stride = math.prod(getattr(job.parallel, axis) for axis in inner.split("-") if axis)
+    return int(rank // stride % job.parallel.pp)
 
 
 def _stage(stage: int, graph: Program, lowered: Lowered, latency: LatencyModel | None) -> dict[str, Any]:
     """One rank of a stage: totals by kind, and what differs."""
-    count, spent = traced_works(graph)
-    asked = lowered_works(lowered, stage)
-    seconds = _seconds(latency, asked)
-    rows: dict[str, dict[str, Any]] = {
-        kind: {"kind": kind, "traced": 0, "lowered": 0, "traced_s": 0, "lowered_s": 0}
-        for kind in sorted({work.kind for work in (*count, *asked)})
+    (count, spent), asked = traced_works(graph), lowered_works(lowered, stage)
+    each = np.zeros(len(asked)) if latency is None else np.nan_to_num(sized_seconds(latency, list(asked)))
+    seconds = {work: one * asked[work] for work, one in zip(asked, each.tolist(), strict=True)}
+    kinds: dict[str, dict[str, Any]] = {
+        work.kind: {"kind": work.kind} for work in sorted((*count, *asked), key=lambda work: work.kind)
     }
-    for work in count:
-        rows[work.kind]["traced"] += count[work]
-        rows[work.kind]["traced_s"] += spent[work]
-    for work in asked:
-        rows[work.kind]["lowered"] += asked[work]
-        rows[work.kind]["lowered_s"] += seconds[work]
+    totals: dict[str, Mapping[Work, float]] = {
+        "traced": count,
+        "lowered": asked,
+        "traced_s": spent,
+        "lowered_s": seconds,
+    }
+    for name, found in totals.items():
+        for kind in kinds:
+            kinds[kind][name] = sum(value for work, value in found.items() if work.kind == kind)
     return {
         "stage": stage,
         "rank": graph.rank,
         "traced_s": sum(spent.values()),
         "alike_s": sum(spent[work] for work in count if work in asked and _equal(count[work], asked[work])),
-        "kinds": sorted(rows.values(), key=lambda row: -max(row["traced_s"], row["lowered_s"])),
+        "kinds": sorted(kinds.values(), key=lambda row: -max(row["traced_s"], row["lowered_s"])),
         "differences": _differences(count, spent, asked, seconds),
     }
 
@@ -177,14 +159,6 @@ def _stage(stage: int, graph: Program, lowered: Lowered, latency: LatencyModel |
 def _equal(traced: float, lowered: float) -> bool:
     """Whether two counts of a step are the same."""
     return abs(traced - lowered) < 0.5
-
-
-def _seconds(latency: LatencyModel | None, works: Counter[Work]) -> dict[Work, float]:
-    """Predicted seconds of all occurrences of each work; 0 without a prediction."""
-    if latency is None:
-        return dict.fromkeys(works, 0.0)
-    each = np.nan_to_num(sized_seconds(latency, list(works))).tolist()
-    return {work: seconds * works[work] for work, seconds in zip(works, each, strict=True)}
 
 
 def _differences(
@@ -196,22 +170,21 @@ def _differences(
         For each ``what``: ``missing`` (the job alone has it), ``extra`` (the trace alone), ``count``, or ``dims`` (of
         one kind and count, in other dims or bytes); and both signatures, with counts and seconds of a step.
     """
-
-    def difference(what: str, one: Work | None, other: Work | None) -> dict[str, Any]:
-        own = (count[one], spent[one]) if one else (0.0, 0.0)
-        job = (float(asked[other]), seconds[other]) if other else (0.0, 0.0)
-        signatures = {"what": what, "traced": str(one or ""), "lowered": str(other or "")}
-        counts = {"traced_count": own[0], "lowered_count": job[0]}
-        return {**signatures, **counts, "traced_s": own[1], "lowered_s": job[1]}
-
-    found = [difference("count", w, w) for w in count if w in asked and not _equal(count[w], asked[w])]
+    pairs: list[tuple[str, Work | None, Work | None]] = [
+        ("count", work, work) for work in count if work in asked and not _equal(count[work], asked[work])
+    ]
     missing = sorted((work for work in asked if work not in count), key=lambda work: -work.num_bytes)
     for one in sorted((work for work in count if work not in asked), key=lambda work: -work.num_bytes):
         same = next((w for w in missing if w.kind == one.kind and _equal(asked[w], count[one])), None)
         if same is not None:
             missing.remove(same)
-        found.append(difference("dims" if same is not None else "extra", one, same))
-    found += [difference("missing", None, work) for work in missing]
+        pairs.append(("dims" if same is not None else "extra", one, same))
+    found: list[dict[str, Any]] = [
+        {"what": what, "traced": str(one or ""), "lowered": str(other or ""),
+         "traced_count": count[one] if one else 0.0, "lowered_count": float(asked[other]) if other else 0.0,
+         "traced_s": spent[one] if one else 0.0, "lowered_s": seconds[other] if other else 0.0}
+        for what, one, other in (*pairs, *(("missing", None, work) for work in missing))
+    ]  # fmt: skip
     return sorted(found, key=lambda each: -max(each["traced_s"], each["lowered_s"]))
 
 
@@ -220,24 +193,20 @@ def comparison_text(told: dict[str, Any]) -> str:
         f"beside its job: {told['alike_percent']:.1f} % of the traced time is in ops and collectives that the lowered "
         "program runs equally often, in the same dims"
     ]
-    titles = ["kind", "traced", "lowered", "traced ms", "predicted ms"]
-    header = ["difference", "traced", "lowered", "times traced", "times lowered", "ms"]
+    totals: dict[str, str | Column] = {"kind": "kind", "traced": lambda row: Number(row["traced"]),
+                                       "lowered": lambda row: Number(row["lowered"]), "traced ms": "traced_s",
+                                       "predicted ms": "lowered_s"}  # fmt: skip
+    columns: dict[str, str | Column] = {
+        "difference": "what",
+        "traced": lambda row: row["traced"] or "-",
+        "lowered": lambda row: row["lowered"] or "-",
+        "times traced": lambda row: Number(row["traced_count"]),
+        "times lowered": lambda row: Number(row["lowered_count"]),
+        "ms": lambda row: Number(1e3 * max(row["traced_s"], row["lowered_s"]), 3),
+    }
     for stage in told["stages"]:
-        cells: list[list[Any]] = [
-            [row["kind"], Number(row["traced"]), Number(row["lowered"]), _ms(row["traced_s"]), _ms(row["lowered_s"])]
-            for row in stage["kinds"]
-        ]
-        blocks.append(f"stage {stage['stage']}, rank {stage['rank']}, a step:\n" + table(titles, cells))
+        blocks.append(f"stage {stage['stage']}, rank {stage['rank']}, a step:\n{table_of(stage['kinds'], totals, 3)}")
         rows = stage["differences"]
-        cells = [
-            [row["what"], row["traced"] or "-", row["lowered"] or "-", Number(row["traced_count"]),
-             Number(row["lowered_count"]), _ms(max(row["traced_s"], row["lowered_s"]))]
-            for row in rows[:_MOST_PRINTED]
-        ]  # fmt: skip
         more = f"\n… and {len(rows) - _MOST_PRINTED} more (--json)" if len(rows) > _MOST_PRINTED else ""
-        blocks.append(table(header, cells) + more if cells else "no differences")
+        blocks.append(table_of(rows[:_MOST_PRINTED], columns) + more if rows else "no differences")
     return "\n\n".join(blocks)
-
-
-def _ms(seconds: float) -> Number:
-    return Number(1e3 * seconds, 3)

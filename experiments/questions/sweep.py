@@ -59,14 +59,12 @@ def change_job(job: Job, values: Mapping[str, Any]) -> Job:
         devices = {name: values.get(f"cluster.{name}", getattr(job.cluster, name)) for name in _DEVICES}
         shared = shared_batch({"global_batch": whole}, devices)
         stated["batch.micro_batch"] = shared.get("micro_batch", job.batch.micro_batch)
+    if links := {key: stated.pop(key) for key in values if key in FABRIC_KEYS}:
+        stated["cluster.fabric"] = _fabric_table(job, links)
     tables: dict[str, dict[str, Any]] = {}
     for key, value in stated.items():
         section, _, name = key.partition(".")
-        if key not in FABRIC_KEYS:
-            tables.setdefault(section, {})[name] = value
-    links = {key: value for key, value in values.items() if key in FABRIC_KEYS}
-    if links:
-        tables.setdefault("cluster", {})["fabric"] = _fabric_table(job, links)
+        tables.setdefault(section, {})[name] = value
     return replace(job, **{section: replace(getattr(job, section), **table) for section, table in tables.items()})
 
 
@@ -107,14 +105,13 @@ class Axis:
             raise StepsightError(f"{rule}, for example cluster.nodes=8..1024, got {text!r:.80}")
         if key not in known_keys():
             raise StepsightError(f"--vary takes a key of a job, got {key!r:.80}{did_you_mean(key, known_keys())}")
-        found = _RANGE.fullmatch(words)
-        if not found:
+        if not (found := _RANGE.fullmatch(words)):
             return cls(key, tuple(toml_value(word.strip()) for word in words.split(",")))
-        first, last = int(found[1]), int(found[2])
-        if not 0 < first <= last or (found[3] and not int(found[3])):
+        first, last, step = (int(number or 0) for number in found.groups())
+        if not 0 < first <= last or (found[3] and not step):
             raise StepsightError(f"{rule} with 0 < FIRST <= LAST and STEP > 0, got {text!r:.80}")
-        if found[3]:
-            return cls(key, tuple(range(first, last + 1, int(found[3]))[: MOST_JOBS + 1]))
+        if step:
+            return cls(key, tuple(range(first, last + 1, step)[: MOST_JOBS + 1]))
         return cls(key, tuple(first << power for power in range((last // first).bit_length())))
 
 
@@ -168,8 +165,13 @@ def sweep(
     if not 0 < len(combinations) <= MOST_JOBS:
         raise StepsightError(f"a sweep must have 1 to {MOST_JOBS} jobs, got {len(combinations)}")
     points = []
-    for number, values in enumerate(combinations):
-        points.append(_point(job, dict(zip((axis.key for axis in axes), values, strict=True)), predictor, weak))
+    for number, each in enumerate(combinations):
+        values = dict(zip((axis.key for axis in axes), each, strict=True))
+        try:
+            grown = {GLOBAL_BATCH: _grown_batch(job, values)} if weak and GLOBAL_BATCH not in values else {}
+            points.append(Point(values, predict(change_job(job, {**values, **grown}), predictor)))
+        except JobError as error:
+            points.append(Point(values, None, str(error)))
         on_point(number + 1, len(combinations))
     if all(point.prediction is None for point in points):
         raise StepsightError(f"no job of the sweep is legal; the first one: {points[0].problem}")
@@ -179,18 +181,10 @@ def sweep(
 def _grown_batch(job: Job, values: dict[str, Any]) -> int:
     """The global batch in proportion to the number of devices."""
     cluster = job.cluster
-    nodes, devices = values.get(NODES, cluster.nodes), values.get("cluster.devices_per_node", cluster.devices_per_node)
+    nodes, devices = (values.get(f"cluster.{name}", getattr(cluster, name)) for name in _DEVICES)
     if not all(isinstance(number, int) for number in (nodes, devices)):
         return job.batch.global_batch  # the rules of a job reject the number
     return max(1, round(job.batch.global_batch * int(nodes) * int(devices) / cluster.num_devices))
-
-
-def _point(job: Job, values: dict[str, Any], predictor: Predictor | str | None, weak: bool) -> Point:
-    try:
-        grown = {GLOBAL_BATCH: _grown_batch(job, values)} if weak and GLOBAL_BATCH not in values else {}
-        return Point(values, predict(change_job(job, {**values, **grown}), predictor))
-    except JobError as error:
-        return Point(values, None, str(error))
 
 
 def sweep_text(job: Job, axes: Sequence[Axis], points: Sequence[Point]) -> str:

@@ -77,13 +77,9 @@ class ReplayedRun:
     base: Replay  # the replay of ``graphs``: the step that all causes and changes are compared with
 
     @classmethod
-    def read(cls, folder: Path) -> ReplayedRun:
-        """Read and replay a run."""
-        return cls.of(run_graphs(folder))
-
-    @classmethod
-    def of(cls, run: TracedRun) -> ReplayedRun:
-        """Replay a run."""
+    def of(cls, source: TracedRun | Path) -> ReplayedRun:
+        """Replay a run, or the run of a folder."""
+        run = run_graphs(source) if isinstance(source, Path) else source
         profiled = replay(run.graphs)
         if not run.iteration_s:
             return cls(run, run.graphs, profiled, profiled)
@@ -122,9 +118,8 @@ class ReplayedRun:
             graph, own = self.graphs[place], node - joined.first[place]
             where = {"rank": graph.rank, "stream": graph.streams[graph.columns["stream"][own]]}
             what = {"name": graph.names[graph.columns["name"][own]], "kind": graph.kind_of(own)}
-            found.append(
-                {**where, **what, "start_s": float(walked.start_s[node]), "seconds": float(joined.seconds[node])}
-            )
+            times = {"start_s": float(walked.start_s[node]), "seconds": float(joined.seconds[node])}
+            found.append({**where, **what, **times})
         return found[::-1]
 
     def causes(self, fabric: Fabric | None = None) -> list[dict[str, Any]]:
@@ -157,10 +152,9 @@ class ReplayedRun:
         found, step_s = list[dict[str, Any]](), self.base.replayed_s
         for name, evidence, change in tried:
             saved = max(step_s - self.step_with(change), 0.0)
-            percent = 100.0 * saved / step_s if step_s else 0.0
-            found.append({"cause": name, "seconds": saved, "saved_percent": percent, "evidence": evidence})
-        found.sort(key=lambda cause: -cause["saved_percent"])
-        return [{**cause, "advice": _ADVICE[cause["cause"]]} for cause in found]
+            worth = {"seconds": saved, "saved_percent": 100.0 * saved / step_s if step_s else 0.0}
+            found.append({"cause": name, **worth, "evidence": evidence, "advice": _ADVICE[name]})
+        return sorted(found, key=lambda cause: -cause["saved_percent"])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as ``stepsight replay --json`` prints them."""
@@ -183,7 +177,7 @@ def write_timeline(folder: Path, to: Path) -> str:
     """Write the measured timeline of a run for Perfetto, with its critical path, causes of idle times and launches, and
     the duration that is predicted for each op and collective if the traced device is known.  Returns what was written.
     """
-    found, predicted, told = ReplayedRun.read(one_run(folder, "--timeline", traced=True)), None, f"wrote {to}"
+    found, predicted, told = ReplayedRun.of(one_run(folder, "--timeline", traced=True)), None, f"wrote {to}"
     try:
         model = latency_of(*traced_device(found.run))
         seconds = [np.append(changes.sized_seconds(model, graph.works), np.nan) for graph in found.run.graphs]
@@ -196,12 +190,12 @@ def write_timeline(folder: Path, to: Path) -> str:
 
 def _of_messages(graphs: Sequence[Program], steps: float, fabric: Fabric | None) -> list[tuple[str, str, Change]]:
     """Many small messages, and large ones that do not reach the links' bandwidth; the change that removes each."""
-    sent: list[tuple[Collective, float]] = []
-    for graph in graphs:
-        for node in np.flatnonzero(graph.on_device & (graph.columns["step"] >= 0)).tolist():
-            work = graph.works[graph.columns["work"][node]]
-            if isinstance(work, Collective):
-                sent.append((work, float(graph.duration_s[node])))
+    sent = [
+        (work, float(graph.duration_s[node]))
+        for graph in graphs
+        for node in np.flatnonzero(graph.on_device & (graph.columns["step"] >= 0)).tolist()
+        if isinstance(work := graph.works[graph.columns["work"][node]], Collective)
+    ]
     found: list[tuple[str, str, Change]] = []
     small = [seconds for work, seconds in sent if _is_small(work)]
     if sum(small) / steps > LEAST_SHARE and len(small) > len(sent) / 2:
@@ -211,10 +205,8 @@ def _of_messages(graphs: Sequence[Program], steps: float, fabric: Fabric | None)
     if fabric is not None and across:
         reached, stated = statistics.median(across), fabric.inter_node.bandwidth_bytes_per_s
         if reached < SLOW_LINK * stated:
-            evidence = (
-                f"collectives of 16 MiB and more between nodes reach {reached / 1e9:.2f} GB/s, the fabric states "
-                f"{stated / 1e9:.2f} GB/s"
-            )
+            rates = f"{reached / 1e9:.2f} GB/s, the fabric states {stated / 1e9:.2f} GB/s"
+            evidence = f"collectives of 16 MiB and more between nodes reach {rates}"
             found.append(("slow_transport", evidence, partial(_scaled, chosen=_is_across, factor=reached / stated)))
     return found
 
@@ -241,7 +233,7 @@ def _scaled(
 def replay_runs(path: Path) -> dict[str, Any]:
     """Replay a run, or every run of a collection: then the totals, and each run under ``runs``."""
     folders = run_folders(path)
-    told = [ReplayedRun.read(each).to_dict() for each in [f for f in folders if has_traces(f)] or folders[:1]]
+    told = [ReplayedRun.of(each).to_dict() for each in [f for f in folders if has_traces(f)] or folders[:1]]
     if len(told) == 1:
         return told[0]
     measured, replayed = (sum(each[key] for each in told) for key in ("measured_s", "replayed_s"))
@@ -260,44 +252,35 @@ _LAUNCHES: dict[str, str | Column] = {
 
 
 def replay_text(told: dict[str, Any]) -> str:
-    blocks = []
     streams: dict[str, str | Column] = {
-        "rank": "rank",
-        "stream": "stream",
+        **{name: name for name in ("rank", "stream")},
         "busy ms": "measured_busy_s",
         "replayed ms": "replayed_busy_s",
         "error %": lambda row: Number(row["error_percent"], 2),
         "unexplained idle ms": "unexplained_idle_s",
     }
-    nodes: dict[str, str | Column] = {
-        "rank": "rank",
-        "stream": "stream",
-        "longest on the critical path": lambda node: shorten(node["name"] or node["kind"], 60),
-        "their ms": "seconds",
-    }
-    kernels: dict[str, str | Column] = {
-        "kernel": lambda row: shorten(row["name"], 60),
-        "kind": "kind",
-        "count": "count",
-        "total ms": "seconds",
-        "%": "percent",
-        **{f"{of} ms": f"{of}_s" for of in ("mean", "min", "max")},
-    }
+    longest = lambda node: shorten(node["name"] or node["kind"], 60)
+    nodes: dict[str, str | Column] = {"rank": "rank", "stream": "stream", "longest on the critical path": longest}
+    kernels: dict[str, str | Column] = {"kernel": lambda row: shorten(row["name"], 60), "kind": "kind",
+                                        "count": "count", "total ms": "seconds", "%": "percent"}  # fmt: skip
+    kernels |= {f"{of} ms": f"{of}_s" for of in ("mean", "min", "max")}
+    blocks = []
     for each in told.get("runs", [told]):
+        path = sorted(each["critical_path"], key=lambda node: -node["seconds"])[:MOST_NODES]
+        lost, launches = each["unrecorded_percent"], each["launches"][:MOST_RANKS]
         lines = [
             _exposed_text(each),
             f"{step_text(each)}, {each['steps']} step(s)",
             f"idle time without a known cause: {each['unexplained_percent']:.2f} % of the steps",
+            *([f"work that the trace leaves out: {lost:.2f} % of the steps"] if lost else []),
+            _causes_text(each["causes"]),
+            table_of(each["streams"], streams, 3),
+            table_of(path, {**nodes, "their ms": "seconds"}, 3),
+            table_of(each["kernels"][:MOST_NODES], kernels, 3),
+            *([table_of(launches, _LAUNCHES, 3)] if launches else []),
+            *(f"warning: {warning}" for warning in each["warnings"]),
         ]
-        if each["unrecorded_percent"]:
-            lines.append(f"work that the trace leaves out: {each['unrecorded_percent']:.2f} % of the steps")
-        path = sorted(each["critical_path"], key=lambda node: -node["seconds"])[:MOST_NODES]
-        lines += [_causes_text(each["causes"]), table_of(each["streams"], streams, 3)]
-        lines.append(table_of(path, nodes, 3))
-        lines.append(table_of(each["kernels"][:MOST_NODES], kernels, 3))
-        if each["launches"]:
-            lines.append(table_of(each["launches"][:MOST_RANKS], _LAUNCHES, 3))
-        blocks.append("\n".join([*lines, *(f"warning: {warning}" for warning in each["warnings"])]))
+        blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
 
@@ -340,7 +323,7 @@ def diagnose(run: Path, job: Job | None = None, predictor: Predictor | str | Non
     throttling, whose worth a replay does not know.
     """
     folder = one_run(run, "doctor", traced=True)
-    found = ReplayedRun.read(folder)
+    found = ReplayedRun.of(folder)
     job = job or found.run.job
     told, measured = found.to_dict(), measured_step(folder)
     compared: dict[str, Any] = {"predicted_s": None}

@@ -24,7 +24,7 @@ def what_if(path: Path, wanted: TraceChanges) -> dict[str, Any]:
 
     Where a step was timed without a profiler too, changes are to that step (``unprofiled_s``).
     """
-    return changed_run(ReplayedRun.read(one_run(path, "what-if")), wanted)
+    return changed_run(ReplayedRun.of(one_run(path, "what-if")), wanted)
 
 
 def changed_run(found: ReplayedRun, wanted: TraceChanges) -> dict[str, Any]:

@@ -125,9 +125,11 @@ def words(key: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as people write it."""
+    """A value as people write it; of a list of tables only their number."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple):
+        if any(isinstance(each, list | tuple | dict) for each in value):
+            return f"{len(value)} entries"
         return ", ".join(map(shown, value)) or "-"
     return "-" if value is None or value == "" else str(value)

@@ -17,7 +17,7 @@ from stepsight.dataset.base.files import check_writable, read_json, write_json
 from stepsight.dataset.capture.captured import Captured
 from stepsight.dataset.capture.record_graph import COMPOSITE, CapturedRank
 from stepsight.dataset.graph.program import OP
-from stepsight.dataset.hardware.hardware import HARDWARE, Hardware, find_hardware, roofline_seconds
+from stepsight.dataset.hardware.hardware import HARDWARE, Hardware, roofline_seconds
 from stepsight.dataset.harness.plan import MOST_CPU, SCHEMA, check_plan
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
@@ -140,7 +140,7 @@ def reuse_events(plan: dict[str, Any], folders: Sequence[Path], out: Path) -> in
 
     machine = fingerprint(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     machine.pop("threads_per_rank")  # every rank of a collection has one
-    asked, files = sum(len(event["ops"]) + len(event["collectives"]) for event in plan["events"]), {}
+    asked, files = _count(plan["events"]), {}
     for number, path in enumerate(path for folder in folders for path in read_collection(folder).events):
         told = read_object(path)
         check_events(told, path)  # a damaged file is refused here, before anything is measured
@@ -153,23 +153,24 @@ def reuse_events(plan: dict[str, Any], folders: Sequence[Path], out: Path) -> in
             items = [*event["ops"], *event["collectives"]]
             kept = [record for record in told["records"] if record.get("op", record.get("collective")) in items]
             if kept:
-                files[out / "events" / f"reused{number}-{event['name']}.json"] = {
-                    **told,
-                    "records": kept,
-                    "skipped": [],
-                }
+                name = f"reused{number}-{event['name']}.json"
+                files[out / "events" / name] = {**told, "records": kept, "skipped": []}
             known = [record.get("op", record.get("collective")) for record in kept]
             for key in ("ops", "collectives"):
                 event[key] = [item for item in event[key] if item not in known]
-            event["seconds"] *= (len(event["ops"]) + len(event["collectives"])) / max(len(items), 1)
-    plan["events"] = [event for event in plan["events"] if event["ops"] or event["collectives"]]
+            event["seconds"] *= _count([event]) / max(len(items), 1)
+    plan["events"] = [event for event in plan["events"] if _count([event])]
     if not (out / "plan.json").exists():
         if out.exists() and any(path.name != "events" for path in out.iterdir()):
             raise CollectError(f"a new collection needs a new or empty folder, got {out}")
         for path, value in {**files, out / "plan.json": plan}.items():  # the plan last: what is half-written has none
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, value)
-    return asked - sum(len(event["ops"]) + len(event["collectives"]) for event in plan["events"])
+    return asked - _count(plan["events"])
+
+
+def _count(events: Sequence[dict[str, Any]]) -> int:
+    return sum(len(event["ops"]) + len(event["collectives"]) for event in events)
 
 
 def plan_in_box(
@@ -179,21 +180,14 @@ def plan_in_box(
 
     Events that are real in a box are measured: collectives, and the ops that are too short to be replaced by sleeping.
     """
-    hardware = find_hardware(BOX_HARDWARE)
-    assert hardware is not None
-    ops, collectives = set(), set()
-    for job in jobs:
-        found, messages = signatures(box.holds(job), hardware)
-        ops |= {op for op in found if not op.record.slept}
-        collectives |= set(messages)
-    return box_plan(
-        box,
-        [("", role, job, counts) for job in jobs],
-        SleepingLatency(hardware, box.links),
-        collectives=sorted(collectives, key=str),
-        ops=sorted(ops, key=str),
-        event_seconds=event_seconds,
-    )
+    hardware = HARDWARE[BOX_HARDWARE]
+    found = [signatures(box.holds(job), hardware) for job in jobs]
+    works: dict[str, Any] = {
+        "ops": sorted({op for ops, _ in found for op in ops if not op.record.slept}, key=str),
+        "collectives": sorted({each for _, messages in found for each in messages}, key=str),
+    }
+    runs = [("", role, job, counts) for job in jobs]
+    return box_plan(box, runs, SleepingLatency(hardware, box.links), event_seconds=event_seconds, **works)
 
 
 HEAVY = 0.98  # share of the time of unknown calls that is measured
@@ -219,19 +213,16 @@ def heavy_calls(captured: Captured, predictor: Predictor | None, hardware: Hardw
     """
     found: dict[tuple[str, Op], HeavyCall] = {}
     known = total = 0.0
-    for rank in captured.ranks:
-        for each in _calls(rank, predictor, hardware):
-            total += each.seconds
-            if predictor is not None and (
-                predictor.host.is_known(each.call[0], each.op)
-                if predictor.host is not None
-                else not predictor.kernel.unsupported(each.op)
-            ):
-                known += each.seconds
-                continue
-            key = call_label(each.call[0], each.op), each.op
-            before = found.get(key, replace(each, count=0, seconds=0.0))
-            found[key] = replace(before, count=before.count + each.count, seconds=before.seconds + each.seconds)
+    for each in (call for rank in captured.ranks for call in _calls(rank, predictor, hardware)):
+        total += each.seconds
+        host = None if predictor is None else predictor.host
+        kernel = None if predictor is None or host is not None else predictor.kernel
+        if (host and host.is_known(each.call[0], each.op)) or (kernel and not kernel.unsupported(each.op)):
+            known += each.seconds
+            continue
+        key = call_label(each.call[0], each.op), each.op
+        before = found.get(key, replace(each, count=0, seconds=0.0))
+        found[key] = replace(before, count=before.count + each.count, seconds=before.seconds + each.seconds)
     ordered = sorted(found.values(), key=lambda each: -each.seconds)
     before_each = np.cumsum([0.0, *(each.seconds for each in ordered)])
     kept = [each for each, spent in zip(ordered, before_each, strict=False) if spent < HEAVY * before_each[-1]]
@@ -253,8 +244,7 @@ def collect_ops(
     if not num_gpus() and any(graph.device != "cpu" for graph in captured.graphs):
         warning = (
             f"{captured.script} was captured for a GPU, and PyTorch finds none here: its calls are measured on this "
-            "CPU and say nothing about a GPU. Run this on a machine with the GPU, or capture the script with --device "
-            "cpu"
+            "CPU and say nothing about a GPU. Run this on a machine with the GPU, or capture the script with --device cpu"
         )
         if progress:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
@@ -262,25 +252,22 @@ def collect_ops(
         {"kind": each.op.kind, "dims": list(each.op.dims), "dtype": each.op.dtype, "call": list(each.call)}
         for each in chosen
     ]
-    budget = min(seconds, SECONDS_OF_ONE * len(ops))
-    event = {"name": "ops", "world_size": 1, "ops": ops, "collectives": [], "seconds": budget}
+    event = {"name": "ops", "world_size": 1, "ops": ops, "collectives": [],
+             "seconds": min(seconds, SECONDS_OF_ONE * len(ops))}  # fmt: skip
     plan = check_plan({"schema": SCHEMA, "runs": [], "events": [event], "device": "auto"})
     if not (out / "plan.json").exists():
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "plan.json", plan)
-    summary = run_plan(plan, out, progress=progress)
     knew = f"the predictor knew {100 * known:.0f} % of the computation" if predictor else "no predictor was named"
     return {
-        **summary,
-        "calls": [
-            {"call": each.call[0], "op": str(each.op), "count": each.count, "thought_s": each.seconds}
-            for each in chosen
-        ],
+        **run_plan(plan, out, progress=progress),
+        "calls": [{"call": each.call[0], "op": str(each.op), "count": each.count, "thought_s": each.seconds}
+                  for each in chosen],
         "known_share": known,
         "warnings": [warning] if warning else [],
         "text": f"{len(chosen)} calls of {captured.script} measured alone; {knew}\nwrote {out}; name it beside the "
         "other collections when you train",
-    }
+    }  # fmt: skip
 
 
 def _calls(rank: CapturedRank, predictor: Predictor | None, hardware: Hardware) -> list[HeavyCall]:
@@ -290,11 +277,11 @@ def _calls(rank: CapturedRank, predictor: Predictor | None, hardware: Hardware) 
     keys, counts = np.unique(pairs, axis=0, return_counts=True)
     if len(keys) and not rank.calls:
         raise CollectError("the program was captured by an earlier version, without arguments: capture it again")
-    found = []
-    for (call, work), count in zip(keys.tolist(), counts.tolist(), strict=True):
-        signature, op = rank.calls[call], rank.graph.works[work]
-        if signature[0] != COMPOSITE and isinstance(op, Op):
-            found.append(HeavyCall(signature, op, count, 0.0))
+    found = [
+        HeavyCall(rank.calls[call], op, count, 0.0)
+        for (call, work), count in zip(keys.tolist(), counts.tolist(), strict=True)
+        if rank.calls[call][0] != COMPOSITE and isinstance(op := rank.graph.works[work], Op)
+    ]
     ops = [each.op for each in found]
     if predictor is not None and predictor.host is not None:
         seconds = predictor.host.seconds([each.call[0] for each in found], ops, [0] * len(found))

@@ -29,9 +29,11 @@ def check_machine() -> dict[str, Any]:
         ``links``, ``quiet`` (empty, or why measurements would be bad), and ``can``: what works here, and else why not.
     """
     libraries = {name: {"version": _version(name), "extra": extra} for name, extra in EXTRAS.items()}
-    gpus = _gpus()
-    quiet = busy_note()
-    box = _why_no_box()
+    gpus, box = _gpus(), ""
+    try:
+        check_possible({})
+    except HarnessError as error:
+        box = str(error)
     absent = "" if libraries["torch"]["version"] else 'PyTorch is not installed: pip install "stepsight[collect]"'
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     lacking = [name for name, row in libraries.items() if row["version"] is None and row["extra"] == "train"]
@@ -49,7 +51,7 @@ def check_machine() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": gpus,
         "links": _links(),
-        "quiet": quiet,
+        "quiet": busy_note(),
         "can": can,
     }
 
@@ -61,14 +63,6 @@ def _version(module: str) -> str | None:
         return version(_NAMES.get(module, module))
     except PackageNotFoundError:
         return "installed"
-
-
-def _why_no_box() -> str:
-    try:
-        check_possible({})
-    except HarnessError as error:
-        return str(error)
-    return ""
 
 
 def _gpus() -> list[dict[str, str]]:
@@ -87,9 +81,8 @@ def _gpus() -> list[dict[str, str]]:
 
 def _links() -> list[dict[str, str]]:
     """InfiniBand ports and network interfaces that are up, with their rates."""
-    found = []
-    for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
-        found.append({"link": f"{port.parts[-3]} port {port.name}", "rate": _read(port / "rate") or "unknown"})
+    ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
+    found = [{"link": f"{p.parts[-3]} port {p.name}", "rate": _read(p / "rate") or "unknown"} for p in ports]
     for interface in sorted(Path("/sys/class/net").glob("*")):
         if interface.name != "lo" and _read(interface / "operstate") == "up":
             speed = _read(interface / "speed")
@@ -107,16 +100,14 @@ def _read(path: Path) -> str:
 
 def machine_text(told: dict[str, Any]) -> str:
     libraries = [[name, row["version"] or "not installed", row["extra"]] for name, row in told["libraries"].items()]
+    can = [[what, "no" if why else "yes", why] for what, why in told["can"].items()]
     lines = [
         f"system     {told['system']}, {told['cores']} cores, {told['memory_bytes'] / 1e9:.1f} GB of memory",
         *(f"GPU        {', '.join(gpu.values())}" for gpu in told["gpus"]),
         *(f"link       {link['link']}: {link['rate']}" for link in told["links"]),
         f"quiet      {'no: ' + told['quiet'] if told['quiet'] else 'yes'}",
         "",
-        table(
-            ["what works here", "", "why not"],
-            [[what, "no" if why else "yes", why] for what, why in told["can"].items()],
-        ),
+        table(["what works here", "", "why not"], can),
         "",
         table(["library", "version", "extra"], libraries),
     ]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import runpy
 import statistics
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +71,11 @@ def _summary(script: Path, world: Emulation, found: list[dict[str, Any]]) -> dic
     rounds = slowest_of(found)
     seconds = [each for steps in rounds for each in steps]
     medians, whole = [statistics.median(steps) for steps in rounds], statistics.median(seconds)
-    ranks = [
-        {
-            "rank": rank,
-            "step_seconds": [each for steps in each_rank["rounds"] for each in steps],
-            "collectives": [
-                {**{name: value for name, value in each.items() if name != "calls"},
-                 "calls_per_step": each["calls"] / len(seconds)}
-                for each in each_rank["collectives"]
-            ],
-        }
-        for rank, each_rank in zip(world.ranks, found, strict=True)
-    ]  # fmt: skip
+    ranks = []
+    for rank, each in zip(world.ranks, found, strict=True):
+        calls = [{**row, "calls_per_step": row["calls"] / len(seconds)} for row in each["collectives"]]
+        collectives = [{name: value for name, value in row.items() if name != "calls"} for row in calls]
+        ranks.append({"rank": rank, "step_seconds": list(chain(*each["rounds"])), "collectives": collectives})
     told = {
         "script": str(script),
         "world_size": world.world_size,
@@ -100,13 +93,13 @@ def _summary(script: Path, world: Emulation, found: list[dict[str, Any]]) -> dic
         "calls per step": lambda each: Number(each["calls_per_step"]), "each ms": "seconds",
         "of a step ms": lambda each: each["seconds"] * each["calls_per_step"],
     }  # fmt: skip
-    lines = [
-        f"rank {', '.join(map(str, world.ranks))} of {world.world_size}, {told['clock']} clock, steps by "
-        f"{told['steps_by']}",
-        f"iteration {1e3 * whole:.2f} ms, spread {told['spread_percent']:.1f} % over rounds",
-        table_of(told["collectives"], columns, 3) if told["collectives"] else "no collectives",
-    ]
-    return {**told, "text": "\n".join(lines)}
+    numbers = ", ".join(map(str, world.ranks))
+    text = (
+        f"rank {numbers} of {world.world_size}, {told['clock']} clock, steps by {told['steps_by']}\n"
+        f"iteration {1e3 * whole:.2f} ms, spread {told['spread_percent']:.1f} % over rounds\n"
+        + (table_of(told["collectives"], columns, 3) if told["collectives"] else "no collectives")
+    )
+    return {**told, "text": text}
 
 
 Delay = Callable[[Collective], float]
@@ -150,7 +143,6 @@ class Extra:
 
 def delays_of(source: str, fabric: Fabric | None, predictor: Predictor | None, extra: Sequence[Extra]) -> Delay:
     """Seconds of collectives from ``alpha-beta``, ``predictor`` or a Python file, plus additional delays."""
-    base: Delay
     if source.endswith(".py"):
         base = _from_file(Path(source))
     elif source not in ("alpha-beta", "predictor"):
@@ -162,12 +154,11 @@ def delays_of(source: str, fabric: Fabric | None, predictor: Predictor | None, e
     elif predictor is None:
         raise CollectError("--delays predictor needs --predictor: a folder, or a name as a100-sxm")
     else:
-        learned, links = predictor.collective, fabric
-        base = lambda collective: float(learned.seconds([collective], links)[0])
+        base = lambda collective: predictor.collective.seconds([collective], fabric)[0]
 
     def delay(collective: Collective) -> float:
         seconds = float(base(collective))
-        if not (math.isfinite(seconds) and 0 <= seconds <= _MOST_S):
+        if not 0 <= seconds <= _MOST_S:
             raise CollectError(f"delays must be 0 to {_MOST_S:g} seconds, got {seconds} for {collective}")
         return seconds + sum(each.of(collective) for each in extra)
 
@@ -178,12 +169,13 @@ def _from_file(path: Path) -> Delay:
     """Run a file, and return its function ``seconds(kind, num_bytes, group_size, ranks_per_node)``."""
     if not path.is_file():
         raise CollectError(f"--delays must be alpha-beta, predictor or an existing Python file, got no file {path}")
+    told = f"--delays {path}"
     try:
         function = runpy.run_path(str(path)).get(FUNCTION)
     except Exception as error:
-        raise CollectError(f"--delays {path} raised {type(error).__name__}: {error}") from None
+        raise CollectError(f"{told} raised {type(error).__name__}: {error}") from None
     if not callable(function):
-        raise CollectError(f"--delays {path} must define {FUNCTION}(kind, num_bytes, group_size, ranks_per_node)")
+        raise CollectError(f"{told} must define {FUNCTION}(kind, num_bytes, group_size, ranks_per_node)")
 
     def delay(c: Collective) -> float:
         try:
@@ -205,27 +197,24 @@ def answers_of(delay: Delay) -> Iterator[tuple[int, int]]:
     """
     asked, questions = os.pipe()
     answers, told = os.pipe()
-    threading.Thread(target=_answer, args=(asked, told, delay), daemon=True).start()
+
+    def answer() -> None:
+        with os.fdopen(asked, encoding="utf-8") as lines, suppress(OSError), os.fdopen(told, "w") as file:
+            for line in lines:
+                try:
+                    with _ASKED:
+                        found: object = delay(Collective(*json.loads(line)))
+                except (StepsightError, ValueError, TypeError) as error:
+                    found = {"error": str(error)}
+                file.write(json.dumps(found) + "\n")
+                file.flush()
+
+    threading.Thread(target=answer, daemon=True).start()
     try:
         yield questions, answers
     finally:
         os.close(questions)
         os.close(answers)
-
-
-def _answer(asked: int, told: int, delay: Delay) -> None:
-    with os.fdopen(asked, encoding="utf-8") as questions, os.fdopen(told, "w", encoding="utf-8") as answers:
-        for line in questions:
-            try:
-                with _ASKED:
-                    answer: object = delay(Collective(*json.loads(line)))
-            except (StepsightError, ValueError, TypeError) as error:
-                answer = {"error": str(error)}
-            try:
-                answers.write(json.dumps(answer) + "\n")
-                answers.flush()
-            except OSError:
-                return
 
 
 TRACED = "traced"  # folder in a collection: files that the script wrote
@@ -328,14 +317,9 @@ def run_script(
 ) -> list[dict[str, Any]]:
     """Run a script on all ranks until its measured steps are done; progress is shown unless ``verb`` is empty."""
     left = settings["warmup"] + settings["rounds"] + 2  # a script in which a better mark shows up tells more
-    bar = Progress(left, shown=bool(verb), verb=verb)
+    bar, steps = Progress(left, shown=bool(verb), verb=verb), iter([1] * left)
     bar.update(f"starting {path.name}")
-
-    def say(doing: str) -> None:
-        nonlocal left
-        bar.update(doing, int(left > 0))
-        left -= 1
-
+    say = lambda doing: bar.update(doing, next(steps, 0))
     try:
         found = run_ranks({"script": str(path), **settings}, folder, log, ranks, say)
     except HarnessError:
@@ -363,16 +347,14 @@ def _merged(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _event_plan(found: Imported, seconds: float) -> dict[str, Any]:
-    """A plan with every distinct op and collective of the traces; None if it gets no time."""
+    """A plan with every distinct op and collective of the traces; with none if it gets no time."""
     world = found.graphs[0].world_size
     works = {work for graph in found.graphs for work in graph.works if work.kind != OPAQUE}
     collectives = sorted((w for w in works if isinstance(w, Collective) and 1 < w.group_size <= world), key=str)
     ops = sorted((work for work in works if not isinstance(work, Collective)), key=str)
-    event = {
-        "name": f"world{world}",
-        "world_size": world,
+    items = {
         "ops": [{**asdict(op), "dims": list(op.dims)} for op in ops],
-        "collectives": [asdict(each) for each in collectives],
-        "seconds": seconds,
+        "collectives": list(map(asdict, collectives)),
     }
+    event = {"name": f"world{world}", "world_size": world, **items, "seconds": seconds}
     return check_plan({"schema": SCHEMA, "runs": [], "events": [event] if seconds > 0 else [], "device": "auto"})

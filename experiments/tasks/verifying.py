@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from operator import itemgetter
 from pathlib import Path
+from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.base.errors import CollectError, JobError
@@ -77,18 +79,13 @@ def verify(
         plan = make_plan([(ROLE, job, dict(counts)) for job in chosen], event_seconds=0.0)
     run_plan(plan, out, progress=progress)
     manifests = {manifest.name: manifest for manifest in read_collection(out)}
-    runs = []
-    for name in held:
-        if name in manifests:
-            runs.append(_row(manifests[name], predict(manifests[name].job, predictor)))
-        else:
-            not_run[name] = why_no_run(out, name)
-    return _report(runs, not_run)
+    not_run |= {name: why_no_run(out, name) for name in held if name not in manifests}
+    measured = [manifests[name] for name in held if name in manifests]
+    return _report([_row(manifest, predict(manifest.job, predictor)) for manifest in measured], not_run)
 
 
 def _row(manifest: RunManifest, prediction: Prediction) -> dict[str, Any]:
-    measured, rounds = manifest.iteration_time_s, [sorted(steps) for steps in manifest.rounds]
-    medians = [steps[len(steps) // 2] for steps in rounds]
+    measured, medians = manifest.iteration_time_s, [median_high(steps) for steps in manifest.rounds]
     return {
         "name": manifest.job.name,
         "predicted_s": prediction.iteration_time_s,
@@ -115,8 +112,7 @@ def why_no_run(out: Path, name: str) -> str:
 def runnable(jobs: Sequence[Job], most: int | None, box: Box | None) -> tuple[dict[str, Job], dict[str, str]]:
     """The first jobs that the harness can run, by the name of their run, and the reasons against the others."""
     ranks = None if box is not None else available_ranks()
-    held: dict[str, Job] = {}
-    not_run: dict[str, str] = {}
+    held, not_run = dict[str, Job](), dict[str, str]()
     for job in jobs:
         if most is not None and len(held) == most:
             break
@@ -150,13 +146,10 @@ def _report(runs: Sequence[dict[str, Any]], not_run: Mapping[str, str]) -> dict[
     }
     lines = [table_of(runs, columns)] if runs else ["no run was measured"]
     if len(runs) > 1:
-        chosen = min(runs, key=lambda run: run["predicted_s"])
-        fastest = min(runs, key=lambda run: run["measured_s"])
-        value["best_is_best"] = chosen is fastest
-        value["regret_percent"] = 100 * (chosen["measured_s"] / fastest["measured_s"] - 1)
-        same = (
-            "is the fastest" if chosen is fastest else f"takes {value['regret_percent']:.1f} % longer than the fastest"
-        )
+        chosen, fastest = (min(runs, key=itemgetter(key)) for key in ("predicted_s", "measured_s"))
+        regret = 100 * (chosen["measured_s"] / fastest["measured_s"] - 1)
+        value |= {"best_is_best": chosen is fastest, "regret_percent": regret}
+        same = "is the fastest" if chosen is fastest else f"takes {regret:.1f} % longer than the fastest"
         lines.append(f"the strategy predicted to be fastest {same} of {len(runs)} measured")
     lines += [f"not run: {name}: {why}" for name, why in not_run.items()]
     return {**value, "text": "\n".join(lines)}

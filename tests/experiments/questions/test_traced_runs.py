@@ -124,7 +124,7 @@ def test_a_replay_tells_causes_exposed_communication_and_the_critical_path(pair:
     assert path == sorted(path, key=lambda node: node["start_s"]) and {node["rank"] for node in path} >= {1}
     step, ranks = (
         sum(node["seconds"] for node in path),
-        len(ReplayedRun.read(*(pair / "runs").iterdir()).graphs),
+        len(ReplayedRun.of(*(pair / "runs").iterdir()).graphs),
     )
     assert ranks == 2 and 0 < step <= 2 * told["step_s"] * 1.01
     assert replay_text(told).startswith("exposed communication of a step: rank 0 ")
