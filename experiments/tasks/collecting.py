@@ -244,7 +244,7 @@ def collect_ops(
     if not num_gpus() and any(graph.device != "cpu" for graph in captured.graphs):
         warning = (
             f"{captured.script} was captured for a GPU, and PyTorch finds none here: its calls are measured on this "
-            "CPU and say nothing about a GPU. Run this on a machine with the GPU, or capture the script with --device cpu"
+            "CPU and say nothing about a GPU. Run this on a machine with the GPU, or capture with --device cpu"
         )
         if progress:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
