@@ -23,8 +23,8 @@ from stepsight.dataset.graph.program import (
     Program,
 )
 from stepsight.dataset.kinds import OP_KINDS
-from stepsight.dataset.kinds.call_dims import count
 from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.kinds.op_kinds import count
 from stepsight.dataset.traces.classify import DTYPES, Scope, call_table, intern_op
 
 FORM = 1  # of records

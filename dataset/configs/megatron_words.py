@@ -15,7 +15,7 @@ from stepsight.dataset.configs.drafts import WHOLE, ConfigFile, Draft, Reading, 
 from stepsight.dataset.configs.key_table import Row
 from stepsight.dataset.configs.megatron import read_megatron
 from stepsight.dataset.configs.shell_scripts import ShellScript, read_script
-from stepsight.dataset.configs.shell_values import UNKNOWN
+from stepsight.dataset.configs.shell_words import UNKNOWN
 
 _REFERENCE = re.compile(r"\$\{([.\w]+)\}")
 _OF_MODEL = ("model.data.", "model.tokenizer.", "model.optim.", "model.nsys_profile.", "model.peft.")

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from stepsight.dataset.base.bounded import read_text
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.configs.shell_statements import WITHIN, Array, Scanner
-from stepsight.dataset.configs.shell_values import UNKNOWN, Variables
+from stepsight.dataset.configs.shell_words import UNKNOWN, WITHIN, Array, Scanner, Variables
 
 MOST_COMMANDS = 20_000
 MOST_WORDS = 400_000  # of a script; a word counts as often as it is read

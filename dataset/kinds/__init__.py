@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from stepsight.dataset.base.caching import cached
-from stepsight.dataset.kinds import collective_kinds, op_kinds
-from stepsight.dataset.kinds.collective_kinds import CollectiveKind, Side
-from stepsight.dataset.kinds.kind_table import STREAMED, KindTable, OpKind, check_base
+from stepsight.dataset.kinds import kind_table, op_kinds
+from stepsight.dataset.kinds.kind_table import STREAMED, CollectiveKind, KindTable, OpKind, Side, check_base
 
 __all__ = [
     "COLLECTIVE_KINDS",
@@ -29,7 +28,7 @@ __all__ = [
 _tables: list[KindTable[Any]] = []
 OP_KINDS: KindTable[OpKind] = KindTable("op kind", op_kinds.KINDS, "stepsight.op_kinds", _tables, check_base)
 COLLECTIVE_KINDS: KindTable[CollectiveKind] = KindTable(
-    "collective kind", collective_kinds.KINDS, "stepsight.collective_kinds", _tables
+    "collective kind", kind_table.KINDS, "stepsight.collective_kinds", _tables
 )
 
 

@@ -16,8 +16,9 @@ from typing import Any
 from stepsight.dataset.base.caching import Memo, cached
 from stepsight.dataset.base.files import preset
 from stepsight.dataset.kinds import kinds_version
-from stepsight.dataset.kinds.call_dims import Args, all_shapes, count, largest, literal_of, shape_of
+from stepsight.dataset.kinds.kind_table import Args
 from stepsight.dataset.kinds.op import OP_KINDS, Op
+from stepsight.dataset.kinds.op_kinds import all_shapes, count, largest, literal_of, shape_of
 
 Signature = tuple[str, tuple[int, ...]]  # kind, dims
 

@@ -10,8 +10,8 @@ import numpy as np
 from stepsight.dataset.graph.columns import Flags, Floats
 from stepsight.dataset.graph.rank_trace import Rendezvous
 from stepsight.dataset.kinds import c10d_calls
-from stepsight.dataset.kinds.call_dims import count
 from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.kinds.op_kinds import count
 from stepsight.dataset.traces.classify import (
     ELEMENT_BYTES,
     NAMES,

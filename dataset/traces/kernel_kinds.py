@@ -15,8 +15,8 @@ import numpy as np
 from stepsight.dataset.graph.columns import Flags
 from stepsight.dataset.graph.rank_trace import Placement, Rendezvous
 from stepsight.dataset.kinds import nccl_names
-from stepsight.dataset.kinds.call_dims import count
 from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
+from stepsight.dataset.kinds.op_kinds import count
 from stepsight.dataset.traces.classify import (
     ELEMENT_BYTES,
     NAMES,

@@ -10,7 +10,7 @@ import pytest
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS, OpKind, kinds_version
-from stepsight.dataset.kinds.collective_kinds import CollectiveKind
+from stepsight.dataset.kinds.kind_table import CollectiveKind
 from stepsight.dataset.kinds.op import Collective, Op
 
 

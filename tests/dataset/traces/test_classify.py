@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.kinds.call_dims import count
 from stepsight.dataset.kinds.op import OP_KINDS
+from stepsight.dataset.kinds.op_kinds import count
 from stepsight.dataset.traces.classify import Scope, annotated_op, call_table, classify
 
 
