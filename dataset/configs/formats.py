@@ -15,12 +15,15 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.registry import Registry, check_takes, instance_of
 from stepsight.dataset.configs import accelerate, huggingface, maxtext, nanotron, recommendation, torchtitan
 from stepsight.dataset.configs import megatron_words as words
-from stepsight.dataset.configs.documents import toml_text
+from stepsight.dataset.configs.documents import facts, toml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Given
 from stepsight.dataset.configs.key_table import ConfigText
 from stepsight.dataset.configs.megatron import write_megatron
 from stepsight.dataset.job.job import Job, JobLike
 from stepsight.dataset.job.specs import SECTIONS
+
+Reader = Callable[[ConfigFile, Draft], None]
+Writer = Callable[[Job], ConfigText]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +41,8 @@ class ConfigFormat:
     """
 
     fits: Callable[[ConfigFile], bool] | None = None
-    read: Callable[[ConfigFile, Draft], None] | None = None
-    write: Callable[[Job], ConfigText] | None = None
+    read: Reader | None = None
+    write: Writer | None = None
     families: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -99,17 +102,17 @@ def written_formats() -> tuple[str, ...]:
     return tuple(name for name in CONFIG_FORMATS.names() if CONFIG_FORMATS[name].write is not None)
 
 
-def _with(*alternatives: str) -> Callable[[ConfigFile], bool]:
-    """Whether the tables of a file have all places of one alternative: ``a.b``, a table ``a.``, or no ``!a``."""
+def _with(name: str) -> Callable[[ConfigFile], bool]:
+    """Whether a file's tables have all places of one of a format's marks: ``a.b``, a table ``a.``, or no ``!a``."""
 
     def has(tables: Any, place: str) -> bool:
-        for name in place.strip("!.").split("."):
-            tables = tables.get(name, _MISSING) if isinstance(tables, Mapping) else _MISSING
+        for part in place.strip("!.").split("."):
+            tables = tables.get(part, _MISSING) if isinstance(tables, Mapping) else _MISSING
         if place.startswith("!"):
             return tables in (_MISSING, None)
         return isinstance(tables, Mapping) if place.endswith(".") else tables is not _MISSING
 
-    return lambda file: any(all(has(file.tables, place) for place in one.split()) for one in alternatives)
+    return lambda file: any(all(has(file.tables, place) for place in one.split()) for one in _MARKS[name])
 
 
 def _read_job(file: ConfigFile, draft: Draft) -> None:
@@ -124,48 +127,37 @@ def _read_job(file: ConfigFile, draft: Draft) -> None:
 _MISSING = object()
 _DECODERS = ("llama", "gpt")
 _TRANSFORMERS = (*_DECODERS, "bert", "t5", "vit")
-_FSDP = (
-    *("sharding_strategy", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "backward_prefetch", "state_dict_type"),
-    *("reshard_after_forward", "activation_checkpointing", "min_num_params", "forward_prefetch", "use_orig_params"),
-)
-_ARGUMENTS = ("per_device_train_batch_size", "gradient_checkpointing", "output_dir", "num_train_epochs")
-_MAXTEXT = ("base_emb_dim", "base_num_decoder_layers", "per_device_batch_size", "ici_fsdp_parallelism", "base_config")
-_SIZES = [name for row in huggingface.ROWS if row.key in ("model.layers", "model.hidden") for name in row.names]
-_MODEL = ("model_type", *(f"architectures {name}" for name in _SIZES))
+_SIZES = ("model.layers", "model.hidden")
+_MODEL = [f"architectures {name}" for row in huggingface.ROWS if row.key in _SIZES for name in row.names]
+_MARKS: dict[str, list[str]] = {
+    **facts()["marks"],
+    "huggingface": ["model_type", *_MODEL],
+    "deepspeed": [*accelerate.DEEPSPEED_MARKS],
+    "training-arguments": [*map(" ".join, combinations(facts()["marks"]["training-arguments"], 2))],
+    "fsdp": [way + name for name in facts()["marks"]["fsdp"] for way in ("", "fsdp_")],
+}
 CONFIG_FORMATS: Registry[ConfigFormat] = Registry(
     "configuration format",
     {
-        "job": ConfigFormat(_with("cluster. model. !model.flavor"), _read_job),
+        "job": ConfigFormat(_with("job"), _read_job),
         "dlrm": ConfigFormat(recommendation.has_flags, recommendation.read_flags),
-        "hugectr": ConfigFormat(_with("solver. layers"), recommendation.read_hugectr),
+        "hugectr": ConfigFormat(_with("hugectr"), recommendation.read_hugectr),
         "megatron": ConfigFormat(recommendation.is_words, words.read_words, write_megatron, _TRANSFORMERS),
         "megatron-script": ConfigFormat(write=partial(write_megatron, script=True), families=_TRANSFORMERS),
-        "megatron-arguments": ConfigFormat(_with("MODEL_ARGS."), words.read_arguments),
-        "megatron-yaml": ConfigFormat(_with("language_model."), words.read_yaml),
-        "megatron-bridge": ConfigFormat(_with("model.num_layers train. !trainer"), words.read_bridge),
-        "torchtitan": ConfigFormat(
-            _with("model.flavor", "!model training. parallelism."), torchtitan.read, torchtitan.write, _DECODERS
-        ),
+        "megatron-arguments": ConfigFormat(_with("megatron-arguments"), words.read_arguments),
+        "megatron-yaml": ConfigFormat(_with("megatron-yaml"), words.read_yaml),
+        "megatron-bridge": ConfigFormat(_with("megatron-bridge"), words.read_bridge),
+        "torchtitan": ConfigFormat(_with("torchtitan"), torchtitan.read, torchtitan.write, _DECODERS),
         "torchtitan-registry": ConfigFormat(lambda file: file.path.suffix == ".py", torchtitan.read_registry),
-        "nemo": ConfigFormat(
-            _with("trainer. model.hidden_size", "trainer. model.encoder.hidden_size"), words.read_nemo
-        ),
-        "nanotron": ConfigFormat(
-            _with("tokens. parallelism. model.model_config"), nanotron.read, nanotron.write, _DECODERS
-        ),
+        "nemo": ConfigFormat(_with("nemo"), words.read_nemo),
+        "nanotron": ConfigFormat(_with("nanotron"), nanotron.read, nanotron.write, _DECODERS),
         "torchrec": ConfigFormat(write=recommendation.write_plan, families=("dlrm",)),
-        "maxtext": ConfigFormat(_with(*_MAXTEXT), maxtext.read, maxtext.write, _DECODERS),
-        "huggingface": ConfigFormat(_with(*_MODEL), huggingface.read, huggingface.write, _TRANSFORMERS),
-        "accelerate": ConfigFormat(
-            _with("distributed_type", "num_processes mixed_precision"), accelerate.read, accelerate.write
-        ),
-        "training-arguments": ConfigFormat(
-            _with(*map(" ".join, combinations(_ARGUMENTS, 2))), accelerate.read_training
-        ),
-        "deepspeed": ConfigFormat(
-            _with(*accelerate.DEEPSPEED_MARKS), accelerate.read_deepspeed, accelerate.write_deepspeed
-        ),
-        "fsdp": ConfigFormat(_with(*_FSDP, *(f"fsdp_{name}" for name in _FSDP)), accelerate.read_fsdp),
+        "maxtext": ConfigFormat(_with("maxtext"), maxtext.read, maxtext.write, _DECODERS),
+        "huggingface": ConfigFormat(_with("huggingface"), huggingface.read, huggingface.write, _TRANSFORMERS),
+        "accelerate": ConfigFormat(_with("accelerate"), accelerate.read, accelerate.write),
+        "training-arguments": ConfigFormat(_with("training-arguments"), accelerate.read_training),
+        "deepspeed": ConfigFormat(_with("deepspeed"), accelerate.read_deepspeed, accelerate.write_deepspeed),
+        "fsdp": ConfigFormat(_with("fsdp"), accelerate.read_fsdp),
     },
     group="stepsight.config_formats",
     check=instance_of(ConfigFormat),

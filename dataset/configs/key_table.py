@@ -11,18 +11,11 @@ from importlib import resources
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError, shorten
+from stepsight.dataset.configs.documents import facts
 from stepsight.dataset.configs.drafts import Reading
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import MODELS, SECTIONS
 
-# Facts about machines, frameworks and models' names, which no configuration of a framework states, and what the
-# command states that starts it.
-_NOT_ASKED = (
-    "cluster.hardware", "cluster.fabric", "cluster.nodes", "cluster.devices_per_node", "parallel.dp", "model.name",
-    "model.attention_kernels", "execution.engine", "execution.checkpoint", "execution.dispatch_calls",
-    "execution.op_calls", "execution.container", "execution.date", "execution.cuda", "execution.cublas",
-    "execution.nccl",
-)  # fmt: skip
 _DEFAULTS = {
     f"{section}.{item.name}": None if item.default is MISSING else item.default
     for section, spec in SECTIONS.items()
@@ -153,7 +146,7 @@ class JobView:
         ignored = []
         for key, default in _DEFAULTS.items():
             value = self.value(key)
-            dropped = key not in self._read and key not in _NOT_ASKED and value != default
+            dropped = key not in self._read and key not in facts()["not_asked"]["keys"] and value != default
             if (dropped or key in self._refused) and key.startswith(sections or ""):
                 ignored.append(f"{key} = {shorten(value, 80)}")
         return ConfigText(text=text, suffix=suffix, ignored=tuple(ignored), notes=(*notes, *self._notes()))
