@@ -6,8 +6,6 @@ with them, because it runs where ``Job`` is not installed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 MOST_CHARACTERS = 600  # of the broken rules that are shown
 
 
@@ -63,24 +61,6 @@ def check_batch(rules: Rules, *, micro_batch: int, dp: int, global_batch: int) -
         f"micro_batch * dp must divide global_batch, got {global_batch} % ({micro_batch} * {dp}) "
         f"= {global_batch % replica}: choose a global batch such as {least} or {least + replica}",
     )
-
-
-def check_heads(rules: Rules, *, hidden: int, heads: int, kv_heads: int, head_dim: int) -> None:
-    """Check the heads of attention; ``head_dim`` 0 means hidden / heads."""
-    if head_dim == 0:
-        rules.divides(heads, "model.heads", hidden, "hidden")
-    rules.divides(kv_heads, "model.kv_heads", heads, "heads")
-
-
-def check_rotary(rules: Rules, head_dim: int) -> None:
-    """Check that rotary positions can turn pairs of a head's elements."""
-    rules.require(head_dim % 2 == 0, f"rotary positions need an even model.head_dim, got {head_dim}")
-
-
-def check_shards(rules: Rules, tp: int, sizes: Mapping[str, int]) -> None:
-    """Check that tensor parallelism divides these dimensions of the model."""
-    for key, value in sizes.items():
-        rules.divides(tp, "parallel.tp", value, f"model.{key}")
 
 
 def check_sequence(rules: Rules, key: str, length: int, *, tp: int, cp: int = 1) -> None:

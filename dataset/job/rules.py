@@ -185,13 +185,13 @@ def _degrees(rules: Rules, job: JobTables) -> None:
 
 def _model(rules: Rules, job: JobTables) -> None:
     m, p = job.model, job.parallel
-    parallel_rules.check_heads(rules, hidden=m.hidden, heads=m.heads, kv_heads=m.kv_heads, head_dim=m.head_dim)
-    shared = {"heads": m.heads, "kv_heads": m.kv_heads, "ffn": m.ffn}
-    if p.vocab_parallel and m.family != "vit":
-        shared["vocab"] = m.vocab
-    parallel_rules.check_shards(rules, p.tp, shared)
+    if not m.head_dim:
+        rules.divides(m.heads, "model.heads", m.hidden, "hidden")
+    rules.divides(m.kv_heads, "model.kv_heads", m.heads, "heads")
+    for key in ("heads", "kv_heads", "ffn", *(["vocab"] if p.vocab_parallel and m.family != "vit" else [])):
+        rules.divides(p.tp, "parallel.tp", getattr(m, key), f"model.{key}")
     if m.family == "llama" and m.attention != "mla":
-        parallel_rules.check_rotary(rules, m.head_size)
+        rules.require(m.head_size % 2 == 0, f"rotary positions need an even model.head_dim, got {m.head_size}")
     _lengths(rules, job)
     _attention(rules, job)
     _experts(rules, job)

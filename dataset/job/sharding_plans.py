@@ -134,24 +134,18 @@ def plan_tables(
     found = dict[str, Any]()
     for table, place in zip(tables, places, strict=True):
         kernel = "dense" if place.kind == REPLICATED else kernels[place.location]
-        entry = {"sharding_type": place.kind.replace("-", "_"), "compute_kernel": kernel, "ranks": list(place.ranks)}
-        found[place.name] = (
-            {**entry, "sharding_spec": {"shards": _shards(table, place, per_node)}} if place.ranks else entry
-        )
+        found[place.name] = {"sharding_type": place.kind.replace("-", "_"), "compute_kernel": kernel}
+        found[place.name]["ranks"], shards, first = list(place.ranks), list[dict[str, Any]](), 0
+        count, by_columns = len(place.ranks), place.kind == COLUMN
+        whole = table.dim if by_columns else table.rows
+        for rank, size in zip(place.ranks, _cut(whole, -(-whole // max(count, 1)), count), strict=True):
+            sizes, offsets = ([table.rows, size], [0, first]) if by_columns else ([size, table.dim], [first, 0])
+            where = f"rank:{rank}/cuda:{rank % per_node}"
+            shards.append({"shard_sizes": sizes, "shard_offsets": offsets, "placement": where})
+            first += size
+        if shards:
+            found[place.name]["sharding_spec"] = {"shards": shards}
     return {module: found}
-
-
-def _shards(table: TableSpec, place: TablePlacement, per_node: int) -> list[dict[str, Any]]:
-    """Sizes and offsets of each shard."""
-    count, by_columns = len(place.ranks), place.kind == COLUMN
-    whole = table.dim if by_columns else table.rows
-    each, found = -(-whole // count), []
-    for number, (rank, size) in enumerate(zip(place.ranks, _cut(whole, each, count), strict=True)):
-        first = min(number * each, whole)
-        sizes, offsets = ([table.rows, size], [0, first]) if by_columns else ([size, table.dim], [first, 0])
-        where = f"rank:{rank}/cuda:{rank % per_node}"
-        found.append({"shard_sizes": sizes, "shard_offsets": offsets, "placement": where})
-    return found
 
 
 def recommendation_model(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -255,10 +255,10 @@ def job_problems(job: Any, *, boxed: bool = False) -> list[str]:
     parallel_rules.check_degrees(rules, tp=tp, cp=cp if is_of(cp, int) else 1, pp=pp, dp=dp, devices=devices)
     parallel_rules.check_batch(rules, micro_batch=batch["micro_batch"], dp=dp, global_batch=batch["global_batch"])
     parallel_rules.check_stages(rules, layers=model["layers"] + (encoder if is_of(encoder, int) else 0), pp=pp)
-    parallel_rules.check_heads(
-        rules, hidden=model["hidden"], heads=model["heads"], kv_heads=model["kv_heads"], head_dim=0
-    )
-    parallel_rules.check_shards(rules, tp, {key: model[key] for key in ("heads", "kv_heads", "ffn", "vocab")})
+    rules.divides(model["heads"], "model.heads", model["hidden"], "hidden")
+    rules.divides(model["kv_heads"], "model.kv_heads", model["heads"], "heads")
+    for key in ("heads", "kv_heads", "ffn", "vocab"):
+        rules.divides(tp, "parallel.tp", model[key], f"model.{key}")
     for table, key, allowed, words in limits["some_of"]:
         value = job.get(table, {}).get(key, allowed[0])
         rules.require(value in allowed, f"{who} runs {words}, got {value!r:.80}")
@@ -307,7 +307,7 @@ def _check_computed(rules: Rules, job: dict[str, Any], count: int) -> None:
     ):  # fmt: skip
         rules.require(holds, text)
     if model["family"] == "llama":
-        parallel_rules.check_rotary(rules, head_dim)
+        rules.require(head_dim % 2 == 0, f"rotary positions need an even model.head_dim, got {head_dim}")
     if sequence:
         parallel_rules.check_sequence(rules, "seq_len", model["seq_len"], tp=parallel["tp"])
     layers, length = model.get("encoder_layers", 0), model.get("encoder_seq_len", 0)
