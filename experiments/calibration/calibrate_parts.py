@@ -33,7 +33,7 @@ from stepsight.training.measured.imported_facts import Overlap, launch_seconds, 
 from stepsight.training.measured.imported_ops import HELDOUT, imported_times, read_imported_segments
 from stepsight.training.predictor.model_tables import check_output
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.tracking.store import load_predictor
+from stepsight.training.tracking.tracking import load_predictor
 
 LEAST_GAIN = 0.02  # of the mean error: less is chance
 

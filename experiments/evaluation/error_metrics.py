@@ -31,7 +31,7 @@ from stepsight.training.prediction.prediction import ROOFLINE, asked_predictor, 
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.software_used import SoftwareUsed, kernels_asked
 from stepsight.training.shipped.catalogue import shipped_predictor, shipped_without
-from stepsight.training.tracking.store import load_predictor
+from stepsight.training.tracking.tracking import load_predictor
 
 Times = Sequence[float] | NDArray[np.float64]
 DIGITS = 12  # of a time: what is predicted alike is equal, whatever the last bits of its FLOP are

@@ -39,8 +39,17 @@ from stepsight.features.graph_features import (
 from stepsight.gnn.context_model import BOUND, mean_network
 from stepsight.gnn.inference import FORMS
 from stepsight.training.collectives.collective_models import fit_collectives
-from stepsight.training.context.examples import Measured, Taught, iteration_times, joined, measured_runs
-from stepsight.training.context.fit_context import ITERATION_WEIGHT, Example, node_weights, op_error
+from stepsight.training.context.fit_context import (
+    ITERATION_WEIGHT,
+    Example,
+    Measured,
+    Taught,
+    iteration_times,
+    joined,
+    measured_runs,
+    node_weights,
+    op_error,
+)
 from stepsight.training.context.learn_context import AUTO, hold_back, standard_error
 from stepsight.training.fitting.train_runs import with_measured
 from stepsight.training.kernels.kernel_models import fit_kernels

@@ -85,7 +85,7 @@ class Source(LearnedSource):
 def load_predictor(named: Path | None) -> Predictor | str | None:
     """What ``--predictor`` names; None: what suits the job."""
     from stepsight.training.prediction.prediction import is_word
-    from stepsight.training.tracking.store import load_predictor as load
+    from stepsight.training.tracking.tracking import load_predictor as load
 
     return None if named is None else str(named) if is_word(named) else load(named)
 

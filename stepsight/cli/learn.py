@@ -207,7 +207,7 @@ def _to_correct(named: Path, runs: Path) -> Predictor:
     from stepsight.dataset.hardware.hardware import canonical_hardware
     from stepsight.experiments.evaluation.runs_table import read_runs_table
     from stepsight.training.prediction.prediction import asked_predictor, is_word
-    from stepsight.training.tracking.store import load_predictor
+    from stepsight.training.tracking.tracking import load_predictor
 
     if not is_word(named):
         return load_predictor(named)

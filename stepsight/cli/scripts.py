@@ -268,7 +268,7 @@ def emulate_command(
     """
     from stepsight.dataset.hardware.hardware import find_fabric
     from stepsight.experiments.tasks.scripts import Extra, delays_of, emulate
-    from stepsight.training.tracking.store import load_predictor as load_named
+    from stepsight.training.tracking.tracking import load_predictor as load_named
 
     learned = load_named(predictor) if predictor is not None else None
     links = find_fabric(fabric) if fabric else None

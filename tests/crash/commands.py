@@ -119,8 +119,7 @@ def _with_metrics(predictor: Predictor) -> Predictor:
 
 
 def _train_done(folder: Path) -> None:
-    from stepsight.training.tracking.store import load_model_uri
-    from stepsight.training.tracking.tracking import default_uri
+    from stepsight.training.tracking.tracking import default_uri, load_model_uri
 
     trained = Predictor.load(folder / "p")
     assert trained.manifest["mlflow_run_id"]

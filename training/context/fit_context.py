@@ -1,14 +1,13 @@
 """Training the context network: on nodes of traces, and on whole iterations through the simulator.
 
-Learning from whole iterations: the simulator as a differentiable function.
-
-The iteration time is ``T = sum_i n_i t_i`` over the nodes on the critical path, so ``dT / dt_i = n_i``: how often
-node ``i`` lies on it, and how much slower its rank or link is.  That is all back-propagation needs.
+Whole iterations teach through the simulator, which is a differentiable function: the iteration time is ``T = sum_i n_i
+t_i`` over the nodes on the critical path, so ``dT / dt_i = n_i``: how often node ``i`` lies on it, and how much slower
+its rank or link is.  That is all back-propagation needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,7 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stepsight.dataset.graph.program import Program
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.graph.program import OPAQUE, Program
+from stepsight.dataset.hardware.hardware import find_fabric, usual_fabric
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.features.graph_features import (
@@ -33,11 +34,14 @@ from stepsight.gnn.context_model import BOUND, ContextModel, iteration_loss, nod
 from stepsight.simulator.clock.engine import add_path
 from stepsight.simulator.durations.latency_model import LatencyModel, launch_calls
 from stepsight.simulator.durations.segment_timing import Timer, timer_of
-from stepsight.simulator.iteration.simulate import simulate_lowered
+from stepsight.simulator.iteration.simulate import simulate, simulate_lowered
 from stepsight.simulator.iteration.simulated_iteration import distinct_pipelines
 from stepsight.simulator.programs.lower import Lowered, lower
-from stepsight.training.measured.planning import StandInLatency
+from stepsight.training.measured.imported_ops import ImportedSegments
+from stepsight.training.measured.measured import MeasuredRun, average
+from stepsight.training.measured.planning import StandInLatency, run_latency
 from stepsight.training.predictor.own_context import Context
+from stepsight.training.predictor.predictor import Predictor
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -230,12 +234,11 @@ class Iteration:
     """A job, its segments and their durations alone, as a function of the durations of its nodes in context."""
 
     job: Job
-    lowered: Lowered
     latency: LatencyModel
 
-    @classmethod
-    def of(cls, job: Job, latency: LatencyModel) -> Iteration:
-        return cls(job, lower(job, latency.hardware), latency)
+    @cached_property
+    def lowered(self) -> Lowered:
+        return lower(self.job, self.latency.hardware)
 
     @cached_property
     def bounds(self) -> NDArray[np.int64]:
@@ -291,3 +294,68 @@ def iteration_seconds(path: tuple[float, Tensor], inside: Tensor) -> Tensor:
     """Iteration time along a critical path, whose backward is ``n_i``; ``inside`` is ``(nodes,)`` seconds."""
     constant, counts = path
     return counts @ inside + constant
+
+
+_UNKNOWN_LINKS = "loopback"  # of hardware without usual links: they are features of collectives, and teach nothing
+
+Taught = MeasuredRun | ImportedSegments  # a run with segments
+Measured = tuple[list[Example], list[Whole]]  # segments of a run, and its iteration if that was timed
+
+
+def make_examples(runs: Sequence[Taught], predictor: Predictor) -> list[Example]:
+    """Distinct segments of the runs' traces, with the predictor's seconds alone.
+
+    Nodes of imported runs that no predictor predicts are left out: opaque kernels, and ops of unknown sizes.
+    """
+    examples = []
+    for run in runs:
+        timer = timer_of(_latency(run, predictor))
+        for mean, repeats in average(run.segments):
+            works, inside = [node.work for node in mean.program.nodes], mean.slot_s
+            if works:
+                if isinstance(run, ImportedSegments):
+                    known = [not isinstance(w, Op) or (w.kind != OPAQUE and min(w.dims, default=0) > 0) for w in works]
+                    inside = np.where(known, inside, np.nan)
+                alone = timer.work_seconds(works) * [node.share for node in mean.program.nodes]
+                graph = SegmentGraph(mean.program, predictor.hardware, mean.busy)
+                examples.append(Example(graph, alone, inside, mean.run, repeats))
+    return examples
+
+
+def _latency(run: Taught, predictor: Predictor) -> LatencyModel:
+    """Seconds of a run's works; an imported one without a job ran on one device with the hardware's usual links."""
+    if isinstance(run, MeasuredRun):
+        return run_latency(run.manifest, predictor)
+    if run.job is not None and run.job.hardware_name == predictor.hardware.name:
+        return predictor.latency(run.job)
+    try:
+        fabric = find_fabric(usual_fabric(predictor.hardware.name))
+    except JobError:
+        fabric = find_fabric(_UNKNOWN_LINKS)
+    return predictor.latency_on(fabric, 1, 1)
+
+
+def make_wholes(runs: Sequence[Taught], predictor: Predictor) -> list[Whole]:
+    """The whole runs as functions of their nodes, with their measured iteration times."""
+    manifests = [run.manifest for run in runs if isinstance(run, MeasuredRun) and run.whole]
+    return [
+        Whole(Iteration(run.job, run_latency(run, predictor)), run.iteration_time_s, run.busy, run.name)
+        for run in manifests
+    ]
+
+
+def measured_runs(runs: Sequence[Taught], predictor: Predictor) -> list[Measured]:
+    """What each run teaches, with a predictor's seconds alone."""
+    return [(make_examples([run], predictor), make_wholes([run], predictor)) for run in runs]
+
+
+def joined(runs: Iterable[Measured]) -> Measured:
+    """What some runs teach together."""
+    parts = list(runs)
+    return [each for examples, _ in parts for each in examples], [each for _, wholes in parts for each in wholes]
+
+
+def iteration_times(runs: Sequence[MeasuredRun], predictor: Predictor) -> Array:
+    """Predicted seconds of each run's job, before calibration, ``(runs,)``."""
+    latencies = [(run.manifest.job, run_latency(run.manifest, predictor)) for run in runs]
+    return np.array([simulate(job, latency).iteration_time_s for job, latency in latencies])

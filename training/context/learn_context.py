@@ -13,8 +13,18 @@ from numpy.typing import NDArray
 from stepsight.dataset.kinds.op import Op
 from stepsight.gnn.context_model import BOUND, ITERATION_DELTA, NODE_DELTA, ContextModel, mean_network
 from stepsight.gnn.inference import FORMS, LEVELS, form_of
-from stepsight.training.context.examples import Measured, Taught, joined, measured_runs
-from stepsight.training.context.fit_context import ITERATION_WEIGHT, Batch, Example, Whole, fit_context, node_weights
+from stepsight.training.context.fit_context import (
+    ITERATION_WEIGHT,
+    Batch,
+    Example,
+    Measured,
+    Taught,
+    Whole,
+    fit_context,
+    joined,
+    measured_runs,
+    node_weights,
+)
 from stepsight.training.corrections.calibration import fit_scale
 from stepsight.training.corrections.intervals import HeldBackErrors, NodeDoubts, fit_doubts, fit_intervals
 from stepsight.training.measured.imported_ops import ImportedSegments

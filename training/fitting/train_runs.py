@@ -189,7 +189,7 @@ def _learn(
 
 def _with_launches(predictor: Predictor, profile: Profile, runs: Sequence[MeasuredRun]) -> Predictor:
     """Add the host's launch times to the predictor, if its device has launches."""
-    from stepsight.training.context.examples import iteration_times
+    from stepsight.training.context.fit_context import iteration_times
 
     timed = [run for run in runs if run.manifest.job.parallel.pp == 1]
 
@@ -286,7 +286,7 @@ def evaluate_heldout(predictor: Predictor, collection: Path, *, role: str = "hel
         raise TraceError(f"runs that trained a predictor cannot judge it, got {', '.join(sorted(trained))}")
     examples: list[Example] = []
     if any(run.segments for run in runs):
-        from stepsight.training.context.examples import make_examples
+        from stepsight.training.context.fit_context import make_examples
 
         examples = make_examples(runs, predictor)
     rows = [

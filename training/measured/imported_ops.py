@@ -66,10 +66,6 @@ class HostStep:
     place: int = -1  # of the graph of such a step in the dataset
     ranks: int = 1  # of the run, on one host
 
-    def counts(self) -> Floats:
-        """Number of ops by phase, shape ``(len(PHASES),)``."""
-        return np.bincount(self.phase, minlength=len(PHASES)).astype(np.float64)
-
 
 def host_step(graphs: GraphTable, places: Sequence[int]) -> HostStep | None:
     """What the host of a run's first rank does in a step; None where a device computed, or no step was timed."""
@@ -79,59 +75,30 @@ def host_step(graphs: GraphTable, places: Sequence[int]) -> HostStep | None:
     if not ranks or hardware != {"cpu"} or timed_s == {0.0}:
         return None
     places = [place for place in places if about["rank"][place] == min(ranks)]
-    steps = [_Step.of(graphs.select([place])) for place in places]
+    steps = [graphs.select([place]) for place in places]
     # Steps with the most common sequence of ops; without a slow last one, which an observer may have slowed.
-    spans = [step.span_s for step in steps]
+    spans = [float(step.about["span_s"][0]) for step in steps]
     slow = len(steps) > 1 and spans[-1] > _SLOWED * float(np.median(spans[:-1]))
-    sequences = [step.works for step in (steps[:-1] if slow else steps)]
+    rows = [step.rows["op"] for step in (steps[:-1] if slow else steps)]
+    works = [np.concatenate([ops["kind"][:, None], ops["signature"]], axis=1) for ops in rows]  # with exact signatures
+    sequences = [tuple(map(tuple, own.tolist())) for own in works]
     usual = max(set(sequences), key=sequences.count, default=())
     alike = [number for number, each in enumerate(sequences) if each == usual and usual]
     if not alike:
         return None
     step_s = timed_s.pop()
-    profiled = float(np.median([steps[number].span_s for number in alike]))
-    correction = profiling_correction(step_s, profiled, steps[0].events, 0.0)
-    seconds = np.median(
-        [
-            correction.drift * without_overhead(steps[number].seconds, steps[number].recorded, correction.per_event_s)
-            for number in alike
-        ],
-        axis=0,
-    )
-    first = steps[alike[0]]
-    kinds = kind_names()
-    works = [work_of(kinds[kind], exact) for kind, *exact in first.works]
-    ops = tuple(work for work in works if isinstance(work, Op))
-    name = str(about["run"][places[0]])
-    return HostStep(name, ops, first.calls, first.phase, seconds, step_s, places[alike[0]], len(ranks))
-
-
-@dataclass(frozen=True, eq=False)
-class _Step:
-    """Ops of a traced step, ``(n,)`` each."""
-
-    works: tuple[tuple[int, ...], ...]  # kind, and exact signature
-    calls: tuple[str, ...]
-    phase: Ints
-    seconds: Floats
-    recorded: Floats
-    span_s: float
-    events: float
-
-    @classmethod
-    def of(cls, graph: GraphTable) -> _Step:
-        ops, about = graph.rows["op"], {name: values[0] for name, values in graph.about.items()}
-        columns = [NUMBERS.index(f"is_{phase}") for phase in PHASES]
-        works = np.concatenate([ops["kind"][:, None], ops["signature"]], axis=1)
-        return cls(
-            tuple(map(tuple, works.tolist())),
-            tuple(about["calls"][call] for call in ops["call"].tolist()),
-            ops["x"][:, columns].argmax(axis=1).astype(np.int64),
-            np.exp(ops["y"][:, 1].astype(np.float64)),
-            ops["recorded"].astype(np.float64),
-            float(about["span_s"]),
-            float(about["events"]),
-        )
+    profiled = float(np.median([spans[number] for number in alike]))
+    correction = profiling_correction(step_s, profiled, float(steps[0].about["events"][0]), 0.0)
+    seconds = []
+    for ops in (rows[number] for number in alike):
+        traced, recorded = np.exp(ops["y"][:, 1].astype(np.float64)), ops["recorded"].astype(np.float64)
+        seconds.append(correction.drift * without_overhead(traced, recorded, correction.per_event_s))
+    first, kinds = rows[alike[0]], kind_names()
+    known = [work_of(kinds[kind], exact) for kind, *exact in usual]
+    calls = tuple(steps[alike[0]].about["calls"][0][call] for call in first["call"].tolist())
+    phase = first["x"][:, [NUMBERS.index(f"is_{phase}") for phase in PHASES]].argmax(axis=1).astype(np.int64)
+    told = tuple(work for work in known if isinstance(work, Op)), calls, phase, np.median(seconds, axis=0)
+    return HostStep(str(about["run"][places[0]]), *told, step_s, places[alike[0]], len(ranks))
 
 
 _STEP = Bounds(  # scale of all calls; seconds between calls by phase; seconds of every step
@@ -160,7 +127,8 @@ def learn_host_calls(steps: Sequence[HostStep], alone: Alone | None = None, seed
     calls = [(*key, float(np.median(values))) for key, values in distinct.items()]
     found = fit_host_calls([each for each in calls if each[1].kind != FUSED] or calls, seed)
     inside = {key: float(np.median(values)) for key, values in known.items()}
-    terms = np.array([[step.op_s.sum(), *step.counts(), 1.0] for step in steps])
+    counts = [np.bincount(step.phase, minlength=len(PHASES)).astype(np.float64) for step in steps]
+    terms = np.array([[step.op_s.sum(), *own, 1.0] for step, own in zip(steps, counts, strict=True)])
     measured = np.array([step.step_s for step in steps])
     between = fit_physics(terms, np.ones(len(steps)), measured, _STEP, noise=_NOISE, prior_std=1.0)
     scale, *gaps, step_s = np.exp(between.log_constants).tolist()

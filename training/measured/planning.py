@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -93,16 +94,17 @@ def event_plan(jobs: Iterable[Job], seconds: float, stand_ins: Sequence[Job] = (
         ops.setdefault(world, set()).update(found_ops)
         collectives.setdefault(world, set()).update(() if job in stand_ins else found_collectives)
     total = sum(map(len, ops.values())) + sum(map(len, collectives.values()))
+    shares = {world: seconds * (len(ops[world]) + len(collectives[world])) / max(1, total) for world in sorted(ops)}
     return [
-        {
-            "name": f"world{world}",
-            "world_size": world,
-            "ops": [asdict(op) for op in sorted(ops[world], key=str)],
-            "collectives": [asdict(c) for c in sorted(collectives[world], key=str)],
-            "seconds": seconds * (len(ops[world]) + len(collectives[world])) / max(1, total),
-        }
-        for world in sorted(ops)
+        _event(world, sorted(ops[world], key=str), sorted(collectives[world], key=str), share)
+        for world, share in shares.items()
     ]
+
+
+def _event(world: int, ops: Sequence[Op], collectives: Sequence[Collective], seconds: float) -> dict[str, Any]:
+    """Ops and collectives of a plan that so many ranks measure on their own."""
+    rows = {"ops": [asdict(op) for op in ops], "collectives": [asdict(each) for each in collectives]}
+    return {"name": f"world{world}", "world_size": world, **rows, "seconds": seconds}
 
 
 def make_plan(
@@ -116,24 +118,23 @@ def make_plan(
     where one process stands in for a rank), and the distinct ops and collectives of ``profile_jobs``, measured on their
     own for ``event_seconds``. ``extra_seconds``: for more rounds of the least certain runs.
     """
-    planned: dict[str, dict[str, Any]] = {}
+    planned = []
     for role, job, counts in runs:
         name = run_name(job) + (f"-rank{counts['stand_in']['rank']}" if "stand_in" in counts else "")
-        if name in planned:
-            raise CollectError(f"every run of a plan must differ, got {name} twice")
         table = schedule_table(job, _facts(job))
-        planned[name] = {"name": name, "role": role, "job": job.to_dict(), **counts} | (
-            {"table": table} if table else {}
-        )
+        own = {"name": name, "role": role, "job": job.to_dict(), **counts}
+        planned.append({**own, "table": table} if table else own)
     stand_ins = [job for _, job, counts in runs if "stand_in" in counts]
     events = event_plan(profile_jobs, event_seconds, stand_ins) if event_seconds > 0 else []
-    plan = {"schema": SCHEMA, "runs": list(planned.values()), "events": events, "extra_seconds": extra_seconds}
-    return _checked(plan)
+    return _checked(planned, events, extra_seconds=extra_seconds)
 
 
-def _checked(plan: dict[str, Any]) -> dict[str, Any]:
+def _checked(runs: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    names = Counter(run["name"] for run in runs)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise CollectError(f"every run of a plan must differ, got {twice[0]} twice")
     try:
-        return check_plan(json.loads(json.dumps(plan)))
+        return check_plan(json.loads(json.dumps({"schema": SCHEMA, "runs": runs, "events": events, **more})))
     except HarnessError as error:
         raise CollectError(str(error)) from None
 
@@ -257,26 +258,14 @@ def box_plan(
     """A plan for the harness of sleeping jobs in one box (name, role, job and step counts of each), and of collectives
     and ops that are measured for real within a time budget.
     """
-    planned: dict[str, dict[str, Any]] = {}
+    planned = []
     for name, role, job, counts in runs:
         held = box.holds(job)
-        key = name or run_name(held)
-        if key in planned:
-            raise CollectError(f"every run of a plan must differ, got {key} twice")
-        planned[key] = {"name": key, "role": role, "job": held.to_dict(), "sleeps": sleeps_of(held, latency), **counts}
-    events = []
-    if event_seconds > 0 and (collectives or ops):
-        events.append(
-            {
-                "name": f"world{box.num_ranks}",
-                "world_size": box.num_ranks,
-                "ops": [asdict(op) for op in ops],
-                "collectives": [asdict(c) for c in collectives],
-                "seconds": event_seconds,
-            }
-        )
-    plan = {"schema": SCHEMA, "runs": list(planned.values()), "events": events, "device": "cpu", "box": box.to_dict()}
-    return _checked(plan)
+        own = {"name": name or run_name(held), "role": role, "job": held.to_dict(), "sleeps": sleeps_of(held, latency)}
+        planned.append({**own, **counts})
+    wanted = event_seconds > 0 and (collectives or ops)
+    events = [_event(box.num_ranks, ops, collectives, event_seconds)] if wanted else []
+    return _checked(planned, events, device="cpu", box=box.to_dict())
 
 
 class StandInLatency:
@@ -293,11 +282,8 @@ class StandInLatency:
 
     def in_context(self, programs: Sequence[Program], seconds: Sequence[Seconds]) -> Sequence[Seconds]:
         """Seconds of ops in context; collectives keep their seconds alone."""
-        inside = self._latency.in_context(programs, seconds)
-        is_op = [
-            np.array([isinstance(node.work, Op) for node in program.nodes], dtype=np.bool_) for program in programs
-        ]
-        return [np.where(op, own, alone) for op, own, alone in zip(is_op, inside, seconds, strict=True)]
+        inside = zip(programs, self._latency.in_context(programs, seconds), seconds, strict=True)
+        return [np.where([isinstance(node.work, Op) for node in p.nodes], own, alone) for p, own, alone in inside]
 
 
 def run_latency(run: RunManifest, predictor: Predictor) -> LearnedLatency | StandInLatency:

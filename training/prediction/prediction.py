@@ -406,7 +406,7 @@ def asked_predictor(hardware: str, predictor: Predictor | str | Path | None) -> 
     if predictor is None:
         return shipped_predictor(hardware)
     if isinstance(predictor, str | Path):
-        from stepsight.training.tracking.store import load_predictor
+        from stepsight.training.tracking.tracking import load_predictor
 
         if not is_word(predictor):
             return load_predictor(predictor)

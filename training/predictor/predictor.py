@@ -240,15 +240,11 @@ class Predictor:
         *,
         calls: LaunchCalls = ONE_LAUNCH,
     ) -> LearnedLatency:
-        """Durations on any cluster of the predictor's devices.
+        """Durations on any cluster of the predictor's devices, of which ``busy`` of a node compute at once and
+        ``num_devices`` move in step.
 
-        Args:
-            fabric: The links.
-            busy: Devices of a node that compute at once.
-            num_devices: That move in step.
-            dtype: Of most matrix products: decides how far the power limit lowers the clock.
-            software: As in ``ExecutionSpec.kernels``; one that is not known is the one to predict for.
-            calls: Of the host's software.
+        ``dtype``: of most matrix products, which decides how far the power limit lowers the clock.  ``software``: as in
+        ``ExecutionSpec.kernels``; one that is not known is the one to predict for.  ``calls``: of the host's software.
         """
         devices = num_devices if self.hardware.compute_spread else 1
         key = (busy, fabric, devices, power_type(dtype), software, calls)

@@ -356,14 +356,11 @@ class Physics(Saved):
                 f"constants and exponents of {kind} must lie within +-{MOST_LOG:g}, got {self.to_dict()!s:.80}"
             )
         low, high = np.log(bounds.low) - SLACK, np.log(bounds.high) + SLACK
-        if not ((low <= self.log_constants) & (self.log_constants <= high)).all():
+        likely = (low <= self.log_constants) & (self.log_constants <= high)
+        if not (likely & (self.busy_exponents >= 0) & (self.busy_exponents <= MAX_BUSY_EXPONENT)).all():
             raise ValueError(
-                f"constants of {kind} must be what physics allows, got {self.log_constants.tolist()!s:.80}"
-            )
-        if not ((self.busy_exponents >= 0) & (self.busy_exponents <= MAX_BUSY_EXPONENT)).all():
-            raise ValueError(
-                f"exponents of {kind} must lie within 0 and {MAX_BUSY_EXPONENT}, "
-                f"got {self.busy_exponents.tolist()!s:.80}"
+                f"constants of {kind} must be what physics allows, and exponents lie within 0 and {MAX_BUSY_EXPONENT}, "
+                f"got {self.to_dict()!s:.120}"
             )
         if not set(self.overlapping) <= set(range(num_terms)):
             raise ValueError(f"overlapping terms of {kind} must be of 0 ... {num_terms - 1}, got {self.overlapping}")

@@ -15,8 +15,7 @@ from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.studies import context
 from stepsight.experiments.studies.context import Split, Task
 from stepsight.features.graph_features import RELATIONS, SegmentGraph
-from stepsight.training.context.examples import Measured
-from stepsight.training.context.fit_context import Example
+from stepsight.training.context.fit_context import Example, Measured
 
 NAMES = tuple(f"run{number}" for number in range(4))
 WORKS = (Op("linear", (64, 64, 64), "fp32"), Op("add", (4096,), "fp32"))

@@ -39,7 +39,7 @@ def _measured(
     rng = np.random.default_rng(0)
     for layers, hidden, dp in sizes:
         job = _job(layers, hidden, dp)
-        iteration = Iteration.of(job, predictor.latency(job))
+        iteration = Iteration(job, predictor.latency(job))
         alone, bounds = iteration.alone, iteration.bounds
         parts = np.split(alone, bounds[1:-1])
         inside = [_truth(p, a) for p, a in zip(iteration.lowered.programs, parts, strict=True)]

@@ -11,8 +11,7 @@ from stepsight.dataset.runs.run_folder import write_imported
 from stepsight.dataset.traces.import_traces import import_ranks
 from stepsight.gnn.context_model import mean_network
 from stepsight.gnn.inference import FORMS
-from stepsight.training.context.examples import make_examples
-from stepsight.training.context.fit_context import fit_context, node_weights, op_error
+from stepsight.training.context.fit_context import fit_context, make_examples, node_weights, op_error
 from stepsight.training.measured.measured import read_imported_runs
 from stepsight.training.predictor.predictor import Predictor
 from tests.dataset.traced_jobs import two_ranks

@@ -25,7 +25,7 @@ def test_counts_are_the_gradient_of_the_iteration_time(parallel: dict[str, int])
     hardware, job = find_hardware("local-cpu"), _job(**parallel)
     assert hardware is not None
     latency = RooflineLatency(hardware, job.fabric)
-    iteration = Iteration.of(job, latency)
+    iteration = Iteration(job, latency)
     alone = iteration.alone
     total, counts = iteration.seconds_and_counts(alone)
     assert total == pytest.approx(simulate(job, latency).iteration_time_s, rel=1e-12)
@@ -46,7 +46,7 @@ def test_slow_ranks_and_links_slow_the_iteration_as_they_slow_its_nodes(parallel
     hardware, job = find_hardware("local-cpu"), _job(cluster, **parallel)
     assert hardware is not None
     latency = RooflineLatency(hardware, job.fabric)
-    iteration = Iteration.of(job, latency)
+    iteration = Iteration(job, latency)
     total, counts = iteration.seconds_and_counts(iteration.alone)
     assert total == pytest.approx(simulate(job, latency).iteration_time_s, rel=1e-9)
     step = 1e-6 * iteration.alone
@@ -57,7 +57,7 @@ def test_slow_ranks_and_links_slow_the_iteration_as_they_slow_its_nodes(parallel
 def test_gradient_flows_through_the_simulator() -> None:
     hardware, job = find_hardware("local-cpu"), _job(pp=2)
     assert hardware is not None
-    iteration = Iteration.of(job, RooflineLatency(hardware, job.fabric))
+    iteration = Iteration(job, RooflineLatency(hardware, job.fabric))
     log_scale = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     inside = torch.from_numpy(iteration.alone) * log_scale.exp()
     found = iteration_seconds(critical_path(iteration, inside), inside)

@@ -21,8 +21,7 @@ from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.programs.lower import signatures
 from stepsight.training.fitting.train_runs import evaluate_heldout, spearman, train
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.tracking.store import load_model_uri
-from stepsight.training.tracking.tracking import default_uri
+from stepsight.training.tracking.tracking import default_uri, load_model_uri
 
 OpTruth = Callable[[Op, int], float]
 CollectiveTruth = Callable[[Collective], float]

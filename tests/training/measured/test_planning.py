@@ -23,7 +23,7 @@ from stepsight.dataset.runs.run_manifest import RunManifest
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.programs.lower import lower
-from stepsight.training.context.examples import make_examples, make_wholes
+from stepsight.training.context.fit_context import make_examples, make_wholes
 from stepsight.training.fitting.train_runs import evaluate_heldout
 from stepsight.training.measured.measured import MeasuredRun, Profile, fill_from_traces
 from stepsight.training.measured.planning import (

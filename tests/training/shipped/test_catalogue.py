@@ -30,7 +30,7 @@ from stepsight.training.shipped.catalogue import (
     teaching_names,
 )
 from stepsight.training.shipped.from_tables import in_known_precisions
-from stepsight.training.tracking.store import load_predictor
+from stepsight.training.tracking.tracking import load_predictor
 
 DATA = Path(os.environ.get("STEPSIGHT_DATA", Path(__file__).parents[4] / "shared" / "data"))
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -17,8 +17,7 @@ from stepsight.dataset.kinds.op import Op
 from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.served_model import ServedModel
-from stepsight.training.tracking.store import load_model_uri, load_predictor
-from stepsight.training.tracking.tracking import default_uri, reopened, tracked
+from stepsight.training.tracking.tracking import default_uri, load_model_uri, load_predictor, reopened, tracked
 
 JOB = {
     "model": {"family": "gpt", "layers": 2, "hidden": 256, "heads": 4, "vocab": 1024, "seq_len": 128},
