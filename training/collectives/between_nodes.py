@@ -254,10 +254,9 @@ def fit_site(start: BetweenNodes, collectives: Sequence[Collective], fabric: Fab
     told = float(change @ change) + len(change) * CARRIED**2
     agreed = float(change @ (np.log(seconds) - before))
     strength = min(max(agreed / told, 0.0), 1.0)
-    factors = {
-        name: np.exp((1 - strength) * np.log(start.factors_of(name)) + strength * np.log(found))
-        for name, found in fitted.factors.items()
-    }
+    factors = dict(fitted.factors)
+    for name, found in factors.items():
+        factors[name] = np.exp((1 - strength) * np.log(start.factors_of(name)) + strength * np.log(found))
     fitted = replace(fitted, factors=factors, residuals={})
     return replace(fitted, residuals=_size_residuals(fitted, collectives, fabric, seconds, strength))
 
@@ -277,16 +276,12 @@ def _size_residuals(
 ) -> dict[str, SizeResidual]:
     """The corrections by size that remain after a fit, by kind."""
     off, layouts = np.log(seconds / fitted.seconds(collectives, fabric)), _layouts(collectives)
-    sizes = np.array([float(collective.num_bytes) for collective in collectives])
-    return {
-        kind: SizeResidual(
-            size_residual(sizes[index], off[index]),
-            fitted.support[kind],
-            strength,
-            tuple(sorted({(int(ranks), int(near)) for ranks, near in layouts[index]})),
-        )
-        for kind, index in rows_by(collective.kind for collective in collectives).items()
-    }
+    sizes, found = np.array([float(collective.num_bytes) for collective in collectives]), {}
+    for kind, index in rows_by(collective.kind for collective in collectives).items():
+        distinct = tuple(sorted({(int(ranks), int(near)) for ranks, near in layouts[index]}))
+        logs = size_residual(sizes[index], off[index])
+        found[kind] = SizeResidual(logs, fitted.support[kind], strength, distinct)
+    return found
 
 
 def _layouts(collectives: Sequence[Collective]) -> NDArray[np.int64]:

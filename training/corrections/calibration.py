@@ -79,9 +79,8 @@ class Constants(Corrector[Sequence[Op | Collective]]):
     @classmethod
     def within(cls, logs: Array) -> Constants:
         """The nearest factors within the physical bounds."""
-        limits = RESOURCES.values()
-        pairs = zip(logs.tolist(), limits, strict=True)
-        return cls(tuple(min(max(value, limit.low_log), limit.high_log) for value, limit in pairs))
+        lows, highs = zip(*((each.low_log, each.high_log) for each in RESOURCES.values()), strict=True)
+        return cls(tuple(np.clip(logs, lows, highs).tolist()))
 
     @property
     def plain(self) -> bool:

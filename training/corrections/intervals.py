@@ -53,9 +53,12 @@ class Intervals(Saved):
     coverage: float = COVERAGE  # part of held-back runs that it is meant to hold
     num_runs: int = 0  # from how many held-back runs it comes; 0: not from measurement
 
-    def half_width(self, unsupported_share: float = 0.0) -> float:
-        """Half of the width in log-seconds; it grows with the share of the time outside the measured range."""
-        return self.half_width_log + UNSUPPORTED_LOG * min(max(unsupported_share, 0.0), 1.0)
+    def half_width(self, unsupported_share: float = 0.0, devices: int = 1) -> float:
+        """Half of the width in log-seconds; it grows with the share of the time outside the measured range, and with
+        the number of devices as errors on published runs do, since held-back runs are small.
+        """
+        half = self.half_width_log + UNSUPPORTED_LOG * min(max(unsupported_share, 0.0), 1.0)
+        return half * _growth(devices, OWN_WEIGHT) if self.num_runs else half
 
     def __post_init__(self) -> None:
         if not (0 <= self.half_width_log <= MOST_LOG and 0 < self.coverage < 1 and self.num_runs >= 0):
@@ -172,18 +175,8 @@ def uncalibrated_ends(
         # No published run of a recommendation model judges the widths: its lookups were never measured at all.
         more = UNSUPPORTED_LOG * outside * (like.kind[0] == RECOMMENDATION)
         return ends_of(published_widths().half_width_of(like, outside, without) + more, host)
-    half = grown_half_width(intervals, outside, like.devices)
+    half = intervals.half_width(outside, like.devices)
     return half, half
-
-
-def grown_half_width(intervals: Intervals, unsupported_share: float, devices: int) -> float:
-    """Half of the interval of a predictor that is judged by runs of its own, in log-seconds.
-
-    It grows with the number of devices as errors on published runs do, since its own runs were small.  A width that no
-    run gave stays as it is.
-    """
-    half = intervals.half_width(unsupported_share)
-    return half * _growth(devices, OWN_WEIGHT) if intervals.num_runs else half
 
 
 @dataclass(frozen=True)

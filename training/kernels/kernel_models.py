@@ -141,10 +141,9 @@ def op_bounds(hardware: Hardware, kind: OpKind) -> Bounds:
     fused = hardware.kind == "gpu" and kind.keeps_second_operand
     flop = 1.0 / max(hardware.peak_flops.values())
     byte = 1.0 / hardware.memory_bandwidth_bytes_per_s
+    scores = SCORES_OF_GPU * byte if fused else byte
     return Bounds(
-        prior=np.array(
-            [max(hardware.op_latency_s, 3e-6), 2 * flop, byte, SCORES_OF_GPU * byte if fused else byte, byte, 1e-9]
-        ),
+        prior=np.array([max(hardware.op_latency_s, 3e-6), 2 * flop, byte, scores, byte, 1e-9]),
         low=np.array([1e-7, 0.5 * flop, 0.02 * byte, 0.02 * byte, 0.02 * byte, 1e-12]),
         high=np.array([3e-3, 500 * flop, 100 * byte, 100 * byte, 100 * byte, 1e-4]),
     )
@@ -243,10 +242,8 @@ class KernelModel(Saved):
             if self.derives:
                 seconds[index] = max(seconds[index], least_seconds(op, self.hardware))
             if self.serves is not None:
-                there, here = (
-                    roofline_seconds(op, facts) + exponential_seconds(op, facts)
-                    for facts in (self.serves, self.hardware)
-                )
+                facts = self.serves, self.hardware
+                there, here = (roofline_seconds(op, each) + exponential_seconds(op, each) for each in facts)
                 seconds[index] *= there / here
         return seconds
 

@@ -53,17 +53,14 @@ class Overlap:
 
 def with_facts(hardware: Hardware, launches: Mapping[str, float], overlap: Overlap | None) -> Hardware:
     """The hardware with launches and overlap from traces; its source says so."""
-    changes: dict[str, Any] = {}
+    told = " and ".join(["launches"] * bool(launches) + ["overlap"] * (overlap is not None))
     if launches:
         kinds = {**hardware.host_kinds_s, **launches}
-        changes = {"host_kinds_s": kinds, "host_op_s": hardware.host_op_s or float(np.median(list(kinds.values())))}
+        usual = hardware.host_op_s or float(np.median(list(kinds.values())))
+        hardware = replace(hardware, host_kinds_s=kinds, host_op_s=usual)
     if overlap is not None:
-        changes["comm_compute_share"] = overlap.share
-    told = " and ".join(name for key, name in _NAMED.items() if key in changes)
-    return replace(hardware, **changes, source=f"{hardware.source}; {told} by imported traces") if changes else hardware
-
-
-_NAMED = {"host_kinds_s": "launches", "comm_compute_share": "overlap"}
+        hardware = replace(hardware, comm_compute_share=overlap.share)
+    return replace(hardware, source=f"{hardware.source}; {told} by imported traces") if told else hardware
 
 
 def overlap_of(steps: Sequence[StepWorks]) -> Overlap | None:

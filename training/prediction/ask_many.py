@@ -52,7 +52,7 @@ class Answers(NamedTuple):
     """Predicted times and memory of ``n`` jobs, in their order; each of shape ``(n,)``."""
 
     seconds: Floats  # iteration time, in seconds; NaN where a job does not fit in memory and was not timed
-    # low_s, high_s: ends of the prediction interval, in seconds; NaN where seconds is, or if not asked for
+    # low_s, high_s: ends of the prediction interval, in seconds; NaN where seconds is
     low_s: Floats
     high_s: Floats
     peak_bytes: Floats  # memory that the fullest stage needs
@@ -64,30 +64,16 @@ class Answers(NamedTuple):
         return np.asarray(self.peak_bytes <= self.capacity_bytes)
 
 
-def ask_many(
-    jobs: Sequence[Job], predictor: Predictor | str | None = None, *, only_fitting: bool = False, intervals: bool = True
-) -> Answers:
-    """Predict the time, the interval and the peak memory of many jobs at once.
+def ask_many(jobs: Sequence[Job], predictor: Predictor | str | None = None, *, only_fitting: bool = False) -> Answers:
+    """Predict time, interval and peak memory of many jobs at once: what ``predict`` gives, but for rounding.
 
-    Work that jobs share is done once, so one call should hold hundreds or thousands of jobs.
-
-    Args:
-        jobs: The jobs.
-        predictor: As in ``predict``.
-        only_fitting: Whether to leave out the time of jobs that do not fit in memory.
-        intervals: Whether to compute the ends of the intervals.
-
-    Returns:
-        The values that ``predict`` gives one by one, except for rounding.
-
-    Raises:
-        JobError: As ``predict``, for a job that cannot be predicted.
-        PredictorError: As ``predict``.
+    Work that jobs share is done once, so one call should hold hundreds or thousands of jobs.  ``predictor``: as in
+    ``predict``, which raises the same.  ``only_fitting``: leave out the time of jobs that do not fit in memory.
     """
     answers = Answers(*np.full((5, len(jobs)), np.nan))
     with without_collection():
         for index, group in _by_latency(jobs, predictor):
-            group.ask(jobs, index, answers, only_fitting=only_fitting, intervals=intervals)
+            group.ask(jobs, index, answers, only_fitting=only_fitting)
     return answers
 
 
@@ -191,9 +177,7 @@ class _Group(NamedTuple):
     predictor: Predictor | None
     asked: Predictor | str
 
-    def ask(
-        self, jobs: Sequence[Job], index: list[int], answers: Answers, *, only_fitting: bool, intervals: bool
-    ) -> None:
+    def ask(self, jobs: Sequence[Job], index: list[int], answers: Answers, *, only_fitting: bool) -> None:
         """Fill in the results of some of the jobs."""
         for place in index:
             memory = estimate_memory(jobs[place], self.latency.hardware)
@@ -201,21 +185,19 @@ class _Group(NamedTuple):
         if only_fitting:
             index = [place for place in index if answers.peak_bytes[place] <= answers.capacity_bytes[place]]
         # An interval that covers several jobs takes a prediction of each.
-        single = [place for place in index if not intervals or jobs[place].uninterleaved is None]
+        single = [place for place in index if jobs[place].uninterleaved is None]
         together = self._simulable(jobs, single)
-        seconds, shares = self.times([jobs[place] for place in together], intervals=intervals)
+        seconds, shares = self.times([jobs[place] for place in together], intervals=True)
         corrections, scale = self._corrections([jobs[place] for place in together])
         columns = zip(together, seconds.tolist(), corrections, *shares.tolist(), strict=True)
         for place, time_s, correction, outside, host in columns:
             answers.seconds[place] = time_s = time_s * scale * math.exp(correction.log_factor)
-            if intervals:
-                down, up = interval_ends(self.predictor, jobs[place], correction, (outside, host))
-                answers.low_s[place], answers.high_s[place] = time_s * math.exp(-down), time_s * math.exp(up)
+            down, up = interval_ends(self.predictor, jobs[place], correction, (outside, host))
+            answers.low_s[place], answers.high_s[place] = time_s * math.exp(-down), time_s * math.exp(up)
         for place in set(index) - set(together):
             found = one_job.predict(jobs[place], self.asked)
             answers.seconds[place] = found.iteration_time_s
-            if intervals:
-                answers.low_s[place], answers.high_s[place] = found.interval()
+            answers.low_s[place], answers.high_s[place] = found.interval()
 
     def predict(self, jobs: list[Job]) -> list[Prediction]:
         """Predictions of jobs that this group's latency model answers for."""

@@ -47,15 +47,9 @@ class SignatureRows:
         return len(self.kinds)
 
     def take(self, index: NDArray[np.int64]) -> SignatureRows:
-        return SignatureRows(
-            tuple(self.kinds[i] for i in index),
-            tuple(self.families[i] for i in index),
-            self.terms[index],
-            self.busy[index],
-            tuple(self.positions[i] for i in index),
-            self.features[index],
-            self.names,
-        )
+        kinds, families = (tuple(of[i] for i in index) for of in (self.kinds, self.families))
+        positions, features = tuple(self.positions[i] for i in index), self.features[index]
+        return SignatureRows(kinds, families, self.terms[index], self.busy[index], positions, features, self.names)
 
     def key(self, index: int) -> Key:
         """Identity of a row."""

@@ -63,16 +63,10 @@ class TrackedRun:
             tags=[RunTag(key, value) for key, value in tags.items()],
         )
 
-    def log_data(self, name: str, digest: str, context: str) -> None:
-        """Identify the data by its digest."""
-        from mlflow.entities import Dataset, DatasetInput, InputTag
-
-        dataset = Dataset(name=name, digest=digest, source_type="local", source="{}")
-        tag = InputTag("mlflow.data.context", context)
-        self._client.log_inputs(self.run_id, [DatasetInput(dataset, [tag])])
-
     def finish(self, predictor: Predictor, out: Path, compare: Compare) -> None:
         """Log and publish a trained predictor that is saved in ``out``; ``compare`` as in ``publish``."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
         manifest, hardware = predictor.manifest, predictor.hardware.name
         params = {"hardware": hardware, **{key: manifest[key] for key in _PARAMS if key in manifest}}
         if "runs" in manifest:
@@ -90,8 +84,9 @@ class TrackedRun:
         self.log(params, metrics, tags)
         files = {name[:200]: file["digest"] for name, file in list(manifest.get("sources", {}).items())[:50]}
         for name, value in manifest.get("data_digests", files).items():
-            if value:
-                self.log_data(name, value, "training")
+            if value:  # identifies the data
+                data, tag = Dataset(name, value, "local", "{}"), InputTag("mlflow.data.context", "training")
+                self._client.log_inputs(self.run_id, [DatasetInput(data, [tag])])
         self.publish(out, hardware, tags, compare)
 
     def publish(

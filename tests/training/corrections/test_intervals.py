@@ -27,7 +27,6 @@ from stepsight.training.corrections.intervals import (
     ends_of,
     fit_doubts,
     fit_intervals,
-    grown_half_width,
     job_class,
     published_widths,
     uncalibrated_ends,
@@ -104,9 +103,9 @@ def test_more_experts_are_less_certain() -> None:
 def test_own_intervals_grow_with_the_devices_beyond_a_node() -> None:
     """By 5 % with each doubling beyond eight; a width that no run gave does not."""
     judged = Intervals(0.1, num_runs=20)
-    widths = [grown_half_width(judged, 0.0, devices) for devices in (1, 8, 16, 1024)]
+    widths = [judged.half_width(0.0, devices) for devices in (1, 8, 16, 1024)]
     assert widths == pytest.approx([0.1, 0.1, 0.105, 0.135])
-    assert grown_half_width(Intervals(0.1), 0.0, 1024) == 0.1
+    assert Intervals(0.1).half_width(0.0, 1024) == 0.1
 
 
 def test_intervals_hold_what_they_promise_on_exchangeable_runs() -> None:

@@ -53,7 +53,7 @@ def test_answers_do_not_depend_on_the_order(legal: list[Job]) -> None:
 
 def test_what_does_not_fit_is_not_timed_where_it_need_not_be(legal: list[Job]) -> None:
     """Its memory is told all the same."""
-    every, fitting = ask_many(legal), ask_many(legal, only_fitting=True, intervals=False)
+    every, fitting = ask_many(legal), ask_many(legal, only_fitting=True)
     assert every.fits.any() and not every.fits.all()
     assert np.array_equal(every.peak_bytes, fitting.peak_bytes)
     assert np.array_equal(np.isnan(fitting.seconds), ~every.fits)

@@ -31,7 +31,6 @@ def test_a_predictor_comes_back_from_the_registry(predictor: Predictor, tmp_path
     predictor.save(tmp_path / "p")
     with tracked(uri, "toy") as run:
         run.log({"seed": 0}, {"mape": 3.5}, {"stepsight.hardware": "toy"})
-        run.log_data("runs", "0123456789abcdef", "training")
         versions = [run.publish(tmp_path / "p", "toy", {"hardware": "toy"}) for _ in range(2)]
     assert versions == ["1", "2"]
     op = Op("gelu", (1000,), "fp32")
