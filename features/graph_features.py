@@ -96,14 +96,9 @@ def check_node_features(names: Sequence[str], model: str) -> None:
     check_known([name for name in names if not name.startswith((KIND, LABEL))], _AFTER_KINDS, model)
 
 
-@cached(16)
-def _columns(names: tuple[str, ...]) -> dict[str, int]:
-    return {name: index for index, name in enumerate(names)}
-
-
 def node_features(graph: SegmentGraph, alone: Array, names: tuple[str, ...] | None = None) -> Array:
     """Features by name, ``(nodes, len(names))``, all by default; ``alone``: seconds of each node, ``(nodes,)``."""
-    column = _columns(node_feature_names() if names is None else names)
+    column = {name: at for at, name in enumerate(node_feature_names() if names is None else names)}
     program, nodes = graph.program, graph.program.nodes
     features = np.zeros((len(nodes), len(column)))
     if not nodes:

@@ -167,9 +167,22 @@ class ContextNetwork:
 
 
 def _of_weights(config: dict[str, Any], path: Path) -> ContextNetwork:
+    """A network; the first ones did not write the version of their features and their relations."""
     from safetensors.numpy import load
 
-    schema, layers, features = config["schema"], config["num_layers"], _checked_features(config, str(path))
+    schema, layers, relations = config["schema"], config["num_layers"], config.get("relations", list(RELATIONS))
+    if schema not in (1, SCHEMA):
+        raise PredictorError(f"{path} must have schema {SCHEMA}, got {schema!r:.40}: train it again")
+    known = isinstance(relations, list) and set(map(str, relations)) <= set(RELATIONS)
+    if not known or len(set(relations)) < len(relations):
+        raise PredictorError(
+            f"{path} must hear some of {', '.join(RELATIONS)}, in this order, got {relations!r:.200}: train it again"
+        )
+    check_version(config.get("features_version", 1), str(path))
+    features = tuple(str(feature) for feature in config["features"])
+    if len(set(features)) != len(features):
+        raise PredictorError(f"{path} must name every feature once, got {len(features) - len(set(features))} twice")
+    check_node_features(features, str(path))
     tensors = {name: np.asarray(t, np.float64) for name, t in load(read_file(path.with_name(WEIGHTS))).items()}
     level = ""
     if schema == 1:  # one model with one level: messages, or own features where it has no layers
@@ -183,31 +196,10 @@ def _of_weights(config: dict[str, Any], path: Path) -> ContextNetwork:
             f"strengths must be {len(LEVELS)} from 0 to 1 and num_layers a whole number, "
             f"got {strengths!r:.80} and {layers!r:.40}"
         )
-    network = ContextNetwork(float(config["bound"]), strengths, layers, tensors, features, tuple(config["relations"]))
+    network = ContextNetwork(float(config["bound"]), strengths, layers, tensors, features, tuple(relations))
     one = Topology(1, {r: np.zeros((2, 0), np.int64) for r in RELATIONS}, np.zeros(1, np.int64), 1)
     network.levels(np.zeros((1, len(features))), one, network.weights != 0.0)
     return network
-
-
-def _checked_features(config: dict[str, Any], name: str) -> tuple[str, ...]:
-    """Features that a saved model reads; the first models did not write their version and relations."""
-    if config["schema"] not in (1, SCHEMA):
-        raise PredictorError(f"{name} must have schema {SCHEMA}, got {config['schema']!r:.40}: train it again")
-    relations = config.setdefault("relations", list(RELATIONS))
-    if (
-        not isinstance(relations, list)
-        or not set(map(str, relations)) <= set(RELATIONS)
-        or len(set(relations)) < len(relations)
-    ):
-        raise PredictorError(
-            f"{name} must hear some of {', '.join(RELATIONS)}, in this order, got {relations!r:.200}: train it again"
-        )
-    check_version(config.get("features_version", 1), name)
-    features = tuple(str(feature) for feature in config["features"])
-    if len(set(features)) != len(features):
-        raise PredictorError(f"{name} must name every feature once, got {len(features) - len(set(features))} twice")
-    check_node_features(features, name)
-    return features
 
 
 def _of_table(config: dict[str, Any]) -> ContextNetwork:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -239,13 +239,16 @@ def learn_context(
     of_levels = dict(zip(LEVELS, strengths, strict=True))
     metrics = predictor.manifest["metrics"] | (held.metrics() if held else {})
     metrics |= {f"context_strength_{level}": own for level, own in of_levels.items()}
-    told = {
+    told: dict[str, Any] = {
         "asked": form,
         "form": form_of(strengths),
         "strengths": of_levels,
         "held_back": {name: float(errors.scores.mean()) for name, errors in held.errors.items()} if held else {},
     }
-    say(f"context network: {context_text(told)}")
+    text = "strengths " + ", ".join(f"{level} {part:.2f}" for level, part in of_levels.items())
+    errors = ", ".join(f"{name} {error:.2f}" for name, error in told["held_back"].items())
+    more = f"; errors on runs held back, in parts of those without it: {errors}" if errors else ""
+    say(f"context network: {text}{more}")
     context = mean_network(models, strengths) if any(strengths) else None
     doubts = None if held is None or not any(len(examples) for examples, _ in seen) else held.doubts(form)
     manifest = {"metrics": metrics, "context": told}
@@ -273,11 +276,3 @@ def _with_interval(
     say(f"runs held back: iteration time {metrics['mape_percent']:.1f} % after calibration")
     manifest = {**predictor.manifest, "metrics": metrics}
     return replace(predictor, calibration=calibration, intervals=intervals, manifest=manifest)
-
-
-def context_text(told: Mapping[str, Any]) -> str:
-    """The strengths of a context network, and what each form is worth, for people."""
-    strengths = ", ".join(f"{level} {part:.2f}" for level, part in told["strengths"].items())
-    errors = ", ".join(f"{form} {error:.2f}" for form, error in told["held_back"].items())
-    text = f"strengths {strengths}"
-    return f"{text}; errors on runs held back, in parts of those without it: {errors}" if errors else text

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.training.corrections.corrector import Corrector
 from stepsight.training.corrections.intervals import MOST_LOG
-from stepsight.training.corrections.residual import JobFeatures, NearRuns, PublishedRuns, Residual, block_of
+from stepsight.training.corrections.residual import JobFeatures, PublishedRuns, Residual, block_of
 
 Array = NDArray[np.float64]
 
@@ -131,21 +131,6 @@ class Calibration(Saved):
     # what published runs say of jobs near them; None: nothing, or they are switched off
     published: PublishedRuns | None = field(default=None, metadata=IF_SET)
 
-    @property
-    def by_runs(self) -> bool:
-        """Whether a table of runs changed the calibration."""
-        return self.residual is not None or not self.constants.plain
-
-    @property
-    def correctors(self) -> dict[str, Mapping[str, Corrector[Any]]]:
-        """Of resources; of iterations by published runs, by profile, precision and kind of model; and by own runs."""
-        blocks = {} if self.published is None else self.published.blocks
-        return {
-            "resources": {} if self.constants.plain else {"": self.constants},
-            "published iterations": {" ".join(name): residual for name, residual in blocks.items()},
-            "whole iterations": {} if self.residual is None else {"": self.residual},
-        }
-
     def factor(self, job: Job, software: str = "") -> float:
         """The factor of a job's simulated time."""
         return self.scale * math.exp(self.of_jobs([job], [software])[0].log_factor)
@@ -153,12 +138,6 @@ class Calibration(Saved):
     def least_factor(self, job: Job) -> float:
         """The least factor of jobs that differ from this one in strategy."""
         return self.scale * math.exp(sum(each[0].limits[0] for each in self._residuals([job], [job.framework])))
-
-    def near_runs(self, job: Job) -> NearRuns | None:
-        """What published runs near a job say of it."""
-        if self.published is None or job.profile is None:
-            return None
-        return self.published.near(JobFeatures.of(job, job.profile.name))
 
     def of_jobs(self, jobs: Sequence[Job], software: Sequence[str]) -> list[JobCorrection]:
         """The corrections of jobs by residuals; ``software``: what runs each."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import JobError, StepsightError, TraceError
-from stepsight.dataset.base.files import digest, read_json
+from stepsight.dataset.base.files import digest, digest_files, read_json
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, find_fabric, usual_fabric
 from stepsight.gnn.inference import FORMS
 from stepsight.training.collectives.collective_models import fit_collectives
@@ -35,7 +35,6 @@ from stepsight.training.measured.measured import (
     read_imported_runs,
     read_profiles,
     read_runs,
-    runs_digest,
 )
 from stepsight.training.measured.planning import predict_run
 from stepsight.training.predictor.predictor import Predictor
@@ -212,7 +211,8 @@ def _manifest(
     tracking: Mapping[str, str],
 ) -> dict[str, Any]:
     """What the predictor was trained on; ``tracking`` names the MLflow run."""
-    data = {"events": profile.digest, "runs": runs_digest(runs) if runs else ""}
+    digests = [digest_files([p for p in run.manifest.folder.iterdir() if p.is_file()]) for run in runs]
+    data = {"events": profile.digest, "runs": digest(*digests) if runs else ""}
     return {
         "digest": digest(*data.values(), str(seed), version("stepsight")),
         "data_digests": data,

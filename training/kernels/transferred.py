@@ -249,10 +249,6 @@ class Teacher:
         roofline = [roofline_seconds(op, self.kernel.hardware) for op in ops]
         return np.asarray(np.log(self.kernel.seconds(ops, 1) / np.array(roofline)))
 
-    def knows(self, op: Op) -> bool:
-        """Whether its device supports the op's precision."""
-        return op.record.bound != "compute" or op.dtype in self.kernel.hardware.peak_flops
-
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
@@ -280,13 +276,12 @@ class Transfer:
 
     def rows_of(self, ops: Sequence[Op]) -> tuple[Array, dict[str, Array]]:
         """First estimate of the log-efficiency, ``(ops,)``, and the posterior's columns, of ops of one precision."""
-        known = [teacher for teacher in self.teachers if teacher.knows(ops[0])]
-        told = np.zeros((len(ops), len(self.teachers)))
+        known, told = [], np.zeros((len(ops), len(self.teachers)))
         for column, teacher in enumerate(self.teachers):
-            if teacher in known:
+            if ops[0].record.bound != "compute" or ops[0].dtype in teacher.kernel.hardware.peak_flops:
+                known.append(column)
                 told[:, column] = teacher.efficiency(ops)
-        guessing = [i for i, t in enumerate(self.teachers) if t in known and self.like in ("", t.name)]
-        guessing = guessing or [i for i, t in enumerate(self.teachers) if t in known]
+        guessing = [column for column in known if self.like in ("", self.teachers[column].name)] or known
         base = told[:, guessing].mean(axis=1) if guessing else np.zeros(len(ops))
         names, features = op_feature_names(), op_features(ops, self.hardware, 1)
         rows = {LINEAR: np.column_stack([np.where(told == 0.0, 0.0, told - base[:, None]), base])}

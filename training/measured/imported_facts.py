@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stepsight.dataset.hardware.hardware import Hardware, launch_units
 from stepsight.dataset.job.job import Job
@@ -72,7 +71,14 @@ def overlap_of(steps: Sequence[StepWorks]) -> Overlap | None:
     for step in steps:
         op = np.array([isinstance(work, Op) for work in step.works], dtype=np.bool_)
         part = step.beside_s / np.maximum(step.seconds, 1e-9)
-        usual = _usual(step.kernel, step.seconds, op[step.work] & (part <= _ALONE))
+        # Median of each kernel alone; NaN where it never ran alone, or where its times differ too much.
+        rows = np.flatnonzero(op[step.work] & (part <= _ALONE))
+        order = rows[np.lexsort((step.seconds[rows], step.kernel[rows]))]
+        distinct, first, counts = np.unique(step.kernel[order], return_index=True, return_counts=True)
+        low, middle, high = (step.seconds[order[first + (at * (counts - 1)).astype(int)]] for at in (0.1, 0.5, 0.9))
+        usual = np.full(int(step.kernel.max(initial=-1)) + 1, np.nan)
+        usual[distinct] = np.where(high <= STEADY * low + CLOCK_S, middle, np.nan)
+        usual = usual[step.kernel]
         chosen = op[step.work] & (part >= _BESIDE) & (usual >= LEAST_ALONE_S)  # not where that is NaN
         seconds, alone, beside = step.seconds[chosen], usual[chosen], step.beside_s[chosen]
         shares.append((seconds - alone) / beside)
@@ -87,17 +93,6 @@ def overlap_of(steps: Sequence[StepWorks]) -> Overlap | None:
         total = np.cumsum(weight[order])
         medians.append(float(values[order][np.searchsorted(total, total[-1] / 2)]))
     return Overlap(float(np.clip(medians[0], 0.0, 1.0)), len(weight), float(weight.sum()), medians[1])
-
-
-def _usual(keys: NDArray[np.int64], values: Floats, chosen: NDArray[np.bool_]) -> Floats:
-    """Median of the chosen values of each row's key, ``(n,)``; NaN if there are none, or if they differ too much."""
-    rows = np.flatnonzero(chosen)
-    out = np.full(int(keys.max(initial=-1)) + 1, np.nan)
-    order = rows[np.lexsort((values[rows], keys[rows]))]
-    distinct, first, counts = np.unique(keys[order], return_index=True, return_counts=True)
-    low, middle, high = (values[order[first + (part * (counts - 1)).astype(int)]] for part in (0.1, 0.5, 0.9))
-    out[distinct] = np.where(high <= STEADY * low + CLOCK_S, middle, np.nan)
-    return out[keys]
 
 
 def launch_seconds(steps: Sequence[StepWorks]) -> dict[str, float]:

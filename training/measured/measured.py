@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.base.files import digest, digest_files
+from stepsight.dataset.base.files import digest_files
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.hardware.hardware import BOX, Fabric, Hardware, Link, find_hardware, hardware_from_dict
 from stepsight.dataset.kinds.op import Collective, Op
@@ -232,11 +232,6 @@ def check_hardware(runs: Sequence[MeasuredRun], name: str) -> None:
                 f"every run must be on the predictor's hardware: cluster.hardware must be {name!r:.80}, "
                 f"got {run.manifest.job.cluster.hardware!r:.80} in {run.manifest.folder}"
             )
-
-
-def runs_digest(runs: Sequence[MeasuredRun]) -> str:
-    """Digest of the runs' manifests and traces."""
-    return digest(*(digest_files([p for p in run.manifest.folder.iterdir() if p.is_file()]) for run in runs))
 
 
 def fill_from_traces(profile: Profile, runs: Iterable[MeasuredRun]) -> list[str]:

@@ -19,7 +19,7 @@ from stepsight.dataset.hardware.hardware import canonical_hardware, find_fabric,
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.durations.latency_model import RooflineLatency, preset_latency
 from stepsight.simulator.replay.captured_step import CapturedStep, time_captured
-from stepsight.training.corrections.intervals import Intervals, JobClass, job_class, uncalibrated_ends
+from stepsight.training.corrections.intervals import Intervals, job_class, uncalibrated_ends
 from stepsight.training.prediction.prediction import ROOFLINE_SOURCE, asked_predictor
 from stepsight.training.predictor.predictor import LearnedLatency, Predictor
 from stepsight.training.predictor.software_used import SoftwareUsed
@@ -60,8 +60,11 @@ class CapturedPrediction:
         if self.predictor is None:
             down = up = Intervals().half_width_log
         else:
-            like, public = _class_of(self.captured, self.hardware_name), self.predictor.kernel.derives
-            host = self.step.breakdown["host"] / self.iteration_time_s
+            works = [work for graph in self.captured.graphs for work in graph.works]
+            mixture = bool({work.kind for work in works} & {"all_to_all", "grouped_linear", "permute"})
+            fused = any(isinstance(work, Op) and work.family == "attention" for work in works)
+            like = job_class(mixture, False, fused, self.hardware_name, self.captured.world_size)
+            host, public = self.step.breakdown["host"] / self.iteration_time_s, self.predictor.kernel.derives
             down, up = uncalibrated_ends(self.predictor.intervals, like, (share, host), public=public)
         return self.iteration_time_s * math.exp(-down), self.iteration_time_s * math.exp(up)
 
@@ -233,14 +236,6 @@ def predict_program(program: Program, predictor: Predictor | str | Path | None =
     if not hardware and not isinstance(predictor, Predictor):
         raise PredictorError("the program names no device: set its device_name with replace, or give a Predictor")
     return predict_captured(captured, hardware, predictor=predictor)
-
-
-def _class_of(captured: Captured, hardware: str) -> JobClass:
-    """The likeness of a captured script, as ``intervals.class_of`` gives it for a job."""
-    kinds = {work.kind for graph in captured.graphs for work in graph.works}
-    mixture = bool(kinds & {"all_to_all", "grouped_linear", "permute"})
-    fused = any(isinstance(work, Op) and work.family == "attention" for g in captured.graphs for work in g.works)
-    return job_class(mixture, False, fused, hardware, captured.world_size)
 
 
 def _main_dtype(captured: Captured) -> str:

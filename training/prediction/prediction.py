@@ -27,7 +27,7 @@ from stepsight.simulator.iteration.timeline import timeline_json
 from stepsight.simulator.memory import Memory, estimate_memory
 from stepsight.training.corrections.calibration import Calibration, JobCorrection
 from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE, interval_text, seconds_text
-from stepsight.training.corrections.residual import NearRuns
+from stepsight.training.corrections.residual import JobFeatures, NearRuns
 from stepsight.training.prediction.work_doubts import WorkDoubts, interval_ends
 from stepsight.training.predictor.predictor import LearnedLatency, Predictor
 from stepsight.training.predictor.software_used import (
@@ -268,8 +268,10 @@ class Prediction:
     @cached_property
     def published(self) -> NearRuns | None:
         """What published runs near the job add to the answer of physics; None: none are near, or are asked."""
-        calibration = None if self.predictor is None else self.predictor.calibration
-        return None if calibration is None else calibration.near_runs(self.job)
+        published = None if self.predictor is None else self.predictor.calibration.published
+        if published is None or self.job.profile is None:
+            return None
+        return published.near(JobFeatures.of(self.job, self.job.profile.name))
 
     @cached_property
     def uninterleaved(self) -> Prediction | None:

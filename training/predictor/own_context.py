@@ -92,8 +92,14 @@ class OwnContext:
         Raises:
             PredictorError: If the model fails, or does not give a positive number for each node.
         """
+        torch = sys.modules.get("torch")  # without it there is no module
         try:
-            seconds = self._ask(graph, alone)
+            if torch is not None and isinstance(self.model, torch.nn.Module):
+                with torch.no_grad():
+                    seconds = self.model(graph.to_heterodata(alone), torch.from_numpy(alone).float()).numpy()
+            else:
+                seconds = self.model(graph, alone)
+            seconds = np.asarray(seconds, dtype=np.float64)
         except StepsightError:
             raise
         except Exception as error:  # the user's code
@@ -103,14 +109,6 @@ class OwnContext:
                 f"{self.name} must give {len(alone)} numbers of seconds that are not negative, got {seconds!r:.80}"
             )
         return seconds
-
-    def _ask(self, graph: SegmentGraph, alone: Seconds) -> Seconds:
-        torch = sys.modules.get("torch")  # without it there is no module
-        if torch is None or not isinstance(self.model, torch.nn.Module):
-            return np.asarray(self.model(graph, alone), dtype=np.float64)
-        with torch.no_grad():
-            seconds = self.model(graph.to_heterodata(alone), torch.from_numpy(alone).float())
-        return np.asarray(seconds.numpy(), dtype=np.float64)
 
     def save(self, folder: Path) -> None:
         """Write its name into a predictor's folder.

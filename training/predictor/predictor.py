@@ -157,16 +157,14 @@ class LearnedLatency:
         """Seconds of every node within its program, from the seconds alone; same shapes."""
         if self._context is None:
             return seconds
-        return [self._one(program, alone) for program, alone in zip(programs, seconds, strict=True)]
-
-    def _one(self, program: Program, alone: Seconds) -> Seconds:
-        known = self._programs.get(id(program))
-        if known is not None and (known[1] is alone or np.array_equal(known[1], alone)):
-            return known[2]
-        assert self._context is not None
-        inside = self._context(SegmentGraph(program, self.hardware, self.busy), alone)
-        self._programs[id(program)] = (program, alone, inside)  # a reference to the program keeps its id unique
-        return inside
+        found = []
+        for program, alone in zip(programs, seconds, strict=True):
+            known = self._programs.get(id(program))
+            if known is None or not (known[1] is alone or np.array_equal(known[1], alone)):
+                inside = self._context(SegmentGraph(program, self.hardware, self.busy), alone)
+                known = self._programs[id(program)] = (program, alone, inside)  # a reference keeps its id unique
+            found.append(known[2])
+        return found
 
     def outside(self, works: Sequence[Op | Collective]) -> tuple[str, list[str]]:
         """Work outside the measured range.
@@ -282,6 +280,7 @@ class Predictor:
         """What multiplies predictions, in the order of application: by what it corrects, and by kind (``""``: all)."""
         kernel, between, calibration = self.kernel, self.collective.between, self.calibration
         shared = self.host is not None and self.host.contention.factors
+        published = {} if calibration.published is None else calibration.published.blocks
         found: dict[str, Mapping[str, Corrector[Any]]] = {
             "near measured signatures": {**kernel.regressor.neighbours, **self.collective.regressor.neighbours},
             "kinds by ratio": kernel.ratios,
@@ -289,7 +288,9 @@ class Predictor:
             "kernels in traces": kernel.traced,
             "message sizes between nodes": between.residuals if between is not None else {},
             "host calls beside other ranks": {"": self.host.contention} if self.host is not None and shared else {},
-            **calibration.correctors,
+            "resources": {} if calibration.constants.plain else {"": calibration.constants},
+            "published iterations": {" ".join(name): residual for name, residual in published.items()},
+            "whole iterations": {} if calibration.residual is None else {"": calibration.residual},
         }
         return {name: kinds for name, kinds in found.items() if kinds}
 
@@ -374,7 +375,9 @@ class Predictor:
         if not folder.exists() and folder.name in shipped_names():
             folder = SHIPPED / folder.name
         loaded = read_folder(folder, partial(cls._parse, folder), shipped_names())
-        fitted = loaded.manifest.get("fitted_rows") or loaded.calibration.by_runs
+        fitted = (
+            loaded.manifest.get("fitted_rows") or loaded.calibration.residual or not loaded.calibration.constants.plain
+        )
         if loaded.manifest["schema"] == UNSEALED and fitted:
             raise PredictorError(
                 f"{folder}: a predictor of schema {UNSEALED} does not tell which rows it was fitted on: "

@@ -86,9 +86,15 @@ def software_used(job: Job, predictor: Asked | None, works: Iterable[Op | Collec
     kernels: dict[str, str] = {}
     nccl: tuple[str, ...] = ()
     if predictor is not None:
-        kernels = _kernels(predictor, job, works)
+        model, asked = predictor.kernel, kernels_asked(predictor, job)
+        ops = {label(op.family, op, model.hardware): op for op in works if isinstance(op, Op)}
+        for family, names in model.software.items():
+            if family in ops and any(names):
+                name = names[model.variant(ops[family], asked)]
+                versions = sorted({version for table, version in _measured(predictor) if _same(table, name)})
+                kernels[family] = f"{name} {' and '.join(versions)}" if versions else name
         nccl = tuple(sorted({version for name, version in _measured(predictor) if name == "nccl"}, key=version_numbers))
-        asked = "" if not execution.kernels else kernels_asked(predictor, job).lower()
+        asked = asked.lower() if execution.kernels else ""
         others = [f"{family} by {name}" for family, name in kernels.items() if asked not in name.lower()]
         if others:
             doubts.append(f"kernels of {execution.kernels} were not measured for all ops: {', '.join(others)}")
@@ -110,18 +116,6 @@ def software_used(job: Job, predictor: Asked | None, works: Iterable[Op | Collec
         if stated and not (name == "nccl" and (stated in nccl or not _described(stated, nccl))):
             unused.append(f"{name} {stated} does not change the answer: no table compares its versions")
     return SoftwareUsed(profile=_profile(job), kernels=kernels, nccl=nccl, unused=tuple(unused), doubts=tuple(doubts))
-
-
-def _kernels(predictor: Asked, job: Job, works: Iterable[Op | Collective]) -> dict[str, str]:
-    model, asked = predictor.kernel, kernels_asked(predictor, job)
-    ops = {label(op.family, op, model.hardware): op for op in works if isinstance(op, Op)}
-    found = {}
-    for family, names in model.software.items():
-        if family in ops and any(names):
-            name = names[model.variant(ops[family], asked)]
-            versions = sorted({version for table, version in _measured(predictor) if _same(table, name)})
-            found[family] = f"{name} {' and '.join(versions)}" if versions else name
-    return found
 
 
 def _measured(predictor: Asked) -> list[tuple[str, str]]:

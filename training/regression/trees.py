@@ -179,18 +179,14 @@ class Trees:
             own = np.zeros((len(features), len(self.names)))
             own[:, self._read] = features[:, columns_of([self.names[i] for i in self._read], names, "a regressor")]
             features = own
-        most = max(1, _WALKS // max(len(self._packed[1]), 1))
-        parts = [self._walk(features[start : start + most]) for start in range(0, len(features), most)]
-        return np.concatenate([np.zeros(0), *parts])
-
-    def _walk(self, features: Array) -> Array:
         forest, roots, _ = self._packed
-        leaves = np.empty((len(features), len(roots)))
-        if descend.is_compiled:
-            descend(forest, roots, np.ascontiguousarray(features), leaves)
-        else:
-            descend_together(forest, roots, features, leaves)
-        return np.asarray(self.share * leaves.sum(axis=1))
+        found, most = np.zeros(len(features)), max(1, _WALKS // max(len(roots), 1))
+        for start in range(0, len(features), most):
+            some = np.ascontiguousarray(features[start : start + most])
+            leaves = np.empty((len(some), len(roots)))
+            (descend if descend.is_compiled else descend_together)(forest, roots, some, leaves)
+            found[start : start + most] = self.share * leaves.sum(axis=1)
+        return found
 
 
 @compiled

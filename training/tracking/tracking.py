@@ -96,6 +96,8 @@ class TrackedRun:
         The first of a hardware becomes its champion, a later one only if it is better on data that neither saw
         (``compare``: the errors of both, None: nothing judges); else it is the challenger.
         """
+        from mlflow.exceptions import MlflowException
+
         with TemporaryDirectory() as place:
             _save_model(folder, Path(place) / ARTIFACT)
             self._client.log_artifacts(self.run_id, str(Path(place) / ARTIFACT), ARTIFACT)
@@ -104,27 +106,18 @@ class TrackedRun:
         with store_lock(self._uri):  # versions are numbered consecutively
             _create(self._client.create_registered_model, name, {"hardware": hardware})
             version = self._client.create_model_version(name, source, self.run_id, dict(tags))
-            alias, told = _alias_of_new(self._client, name, compare)
+            champion, alias, told = None, ALIAS, dict[str, str]()
+            with suppress(MlflowException, OSError, PredictorError):  # none yet, or one that this version cannot read
+                champion = download(self._client, self._client.get_model_version_by_alias(name, ALIAS))
+            if champion is not None:
+                alias, told = CHALLENGER, {"judged": "nothing that both can be judged by"}
+                if (errors := compare(champion)) is not None:
+                    alias = ALIAS if errors[0] < errors[1] else CHALLENGER
+                    told = {"error_percent": f"{errors[0]:.3f}", "champion_error_percent": f"{errors[1]:.3f}"}
             for key, value in told.items():
                 self._client.set_model_version_tag(name, version.version, key, value)
             self._client.set_registered_model_alias(name, alias, version.version)
         return str(version.version)
-
-
-def _alias_of_new(client: Any, name: str, compare: Compare) -> tuple[str, dict[str, str]]:
-    """Decide whether a new version is the champion or the challenger; also how it was judged."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        champion = download(client, client.get_model_version_by_alias(name, ALIAS))
-    except (MlflowException, OSError, PredictorError):  # none yet, or one that this version cannot read
-        return ALIAS, {}
-    errors = compare(champion)
-    if errors is None:
-        return CHALLENGER, {"judged": "nothing that both can be judged by"}
-    own, its = errors
-    told = {"error_percent": f"{own:.3f}", "champion_error_percent": f"{its:.3f}"}
-    return (ALIAS if own < its else CHALLENGER), told
 
 
 def _save_model(folder: Path, out: Path) -> None:
