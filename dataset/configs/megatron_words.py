@@ -213,7 +213,8 @@ def read_nemo(file: ConfigFile, draft: Draft) -> None:
     if "num_query_groups" in (name for _, name, _ in found):
         found.append(("model.num_query_groups", "group_query_attention", True))
     draft.framework = "nemo"
-    read_megatron(_reading(draft, found), _NEMO_FIRST, _NEMO_LAST)
+    first, last = Row("model.family", read=_read_nemo_first), Row("model.fused_attention", read=_read_nemo_attention)
+    read_megatron(_reading(draft, found), (first,), (last,))
 
 
 def _nemo_setting(key: str, value: Any) -> tuple[str, Any]:
@@ -257,7 +258,3 @@ def _read_nemo_attention(reading: Reading) -> None:
     attends = reading.take("transformer_engine") or reading.take("use_flash_attention")
     if not attends and reading.get("model.fused_attention") is None:
         reading.draft.map("model.fused_attention", False, "neither transformer_engine nor use_flash_attention")
-
-
-_NEMO_FIRST = (Row("model.family", read=_read_nemo_first),)
-_NEMO_LAST = (Row("model.fused_attention", read=_read_nemo_attention),)

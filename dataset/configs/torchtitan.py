@@ -230,7 +230,8 @@ def _read_recompute(reading: Reading) -> None:
         reading.map("parallel.recompute", "full")
         reading.map("parallel.recompute_every", int(option), "activation_checkpoint.selective_ac_option")
     elif option == "op":
-        reading.map("parallel.recompute", "selective", words=_OPERATORS)
+        kept = "attention and every second product are kept; torchtitan's profile takes it as half"
+        reading.map("parallel.recompute", "selective", words=f"selective_ac_option op: {kept}")
     else:
         raise JobError(f"activation_checkpoint.selective_ac_option must be op or a whole number, got {option!r:.80}")
 
@@ -241,8 +242,5 @@ def _read_compile(reading: Reading) -> None:
         reading.map("model.eager_kernels", not (compiled and (components is None or "model" in str(components))))
 
 
-_OPERATORS = (
-    "selective_ac_option op: attention and every second product are kept; torchtitan's profile takes it as half"
-)
 _TEXT = (int, str)
 ROWS = rows_of("torchtitan", globals())

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from stepsight.dataset.base.caching import cached, hashed_once
+from stepsight.dataset.base.files import preset
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import PROJECTIONS, PURE, QUANTIZED, REENTRANT
 
@@ -152,32 +153,14 @@ class ExecutionSemantics:
     optimizer: str = "fused"
 
 
-# ``eager-pytorch`` is PyTorch as the harness runs it: modules, autograd and DDP or FSDP2 of PyTorch 2.x, parameters
-# that are the main ones, and gradients that autograd adds up one tensor at a time.  A norm or a gate is one op here,
-# since the harness measures the whole module.  With a mixed precision, parameters are cast where they are used, or by
-# FSDP2's ``MixedPrecisionPolicy``; activations are in 16 bits throughout, where autocast keeps norms and residuals in
-# fp32.
-# ``megatron`` is training as in Megatron-LM: fused kernels, gradients added up within the products into buffers that
-# exist from the beginning, an optimizer with main parameters of its own (Narayanan et al. 2021; Korthikanti et al.
-# 2022; Megatron-LM's ``DistributedDataParallel`` and ``Float16OptimizerWithFloat16Params``).
-# ``deepspeed-0.3`` is Megatron's kernels under DeepSpeed's ZeRO of before November 2021 (v0.3.13, ``runtime/zero/
-# partition_parameters.py`` and ``stage3.py``): ``_allgather_param`` waits for the device, cuts a tensor into a view for
-# each rank and calls ``all_gather`` with the list, for which ``ProcessGroupNCCL`` of PyTorch copies each part out.
 ENGINE_SEMANTICS: Mapping[str, ExecutionSemantics] = MappingProxyType(
     {
-        "eager-pytorch": ExecutionSemantics(
-            kernels=KernelSemantics(
-                joins_heads=False,
-                keeps_gathered_input=True,
-                whole_layers_again=False,
-                last_product_again=False,
-                accumulation="autograd",
-                casts_parameters=True,
-            ),
-            states=StateSemantics(main_copy=False, gradient_buffers=False, bucket_copies=True),
-        ),
-        "megatron": ExecutionSemantics(),
-        "deepspeed-0.3": ExecutionSemantics(overlap=OverlapSemantics(gathers_lists=True)),
+        name: ExecutionSemantics(
+            kernels=KernelSemantics(**told.get("kernels", {})),
+            states=StateSemantics(**told.get("states", {})),
+            overlap=OverlapSemantics(**told.get("overlap", {})),
+        )
+        for name, told in preset("engines.toml").items()
     }
 )
 

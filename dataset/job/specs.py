@@ -140,7 +140,7 @@ PRECISIONS = (*MIXED, *PURE)
 OVERLAP_TP = ("", "backward", "split", "torch-async")
 SPLIT_TP = OVERLAP_TP[2:]  # in parts, beside the products that use or make them
 RUNTIMES = ("asynchronous", "torch", "deepspeed")
-ENGINES = ("eager-pytorch", "megatron", "deepspeed-0.3")  # what each does: ``execution.ENGINE_SEMANTICS``
+ENGINES = tuple(preset("engines.toml"))
 OTHER_OPTIMIZERS = ("sgd", "adagrad")  # of recommendation models' dense part
 # Checkpoints of Megatron and DeepSpeed, PyTorch's own, and those of recipes for XLA.
 REENTRANT, EARLY_STOP, PROJECTIONS = "reentrant", "early-stop", "projections"

@@ -10,20 +10,10 @@ from typing import Any
 
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.kinds import kind_table, op_kinds
-from stepsight.dataset.kinds.kind_table import STREAMED, CollectiveKind, KindTable, OpKind, Side, check_base
-
-__all__ = [
-    "COLLECTIVE_KINDS",
-    "OP_KINDS",
-    "STREAMED",
-    "CollectiveKind",
-    "OpKind",
-    "benchmark_names",
-    "c10d_calls",
-    "gloo_spans",
-    "kinds_version",
-    "nccl_names",
-]
+from stepsight.dataset.kinds.kind_table import STREAMED as STREAMED
+from stepsight.dataset.kinds.kind_table import CollectiveKind as CollectiveKind
+from stepsight.dataset.kinds.kind_table import KindTable, Side, check_base
+from stepsight.dataset.kinds.kind_table import OpKind as OpKind
 
 _tables: list[KindTable[Any]] = []
 OP_KINDS: KindTable[OpKind] = KindTable("op kind", op_kinds.KINDS, "stepsight.op_kinds", _tables, check_base)
