@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.errors import PredictorError, TableError, TraceError
 from stepsight.dataset.base.files import digest
 from stepsight.dataset.hardware.hardware import Fabric
-from stepsight.dataset.kinds.op import Collective
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_folder import MANIFEST, is_imported, read_imported, run_folders
 from stepsight.dataset.tables import Measurements
 from stepsight.experiments.evaluation.error_metrics import Errors, Times, errors
@@ -209,8 +209,8 @@ def calibrate_traces(paths: Sequence[Path], predictor: Predictor | str, out: Pat
         raise TraceError(f"calibration takes runs that `stepsight import kineto` wrote, got none in {paths[0]}")
     runs = read_imported_segments(folders, start.hardware.name)
     times = imported_times(runs)
-    ops = [op for op in times.ops if op.dtype in start.hardware.peak_flops]
-    measured = np.array([np.median(times.ops[op]) for op in ops])
+    ops = [op for op in times if isinstance(op, Op) and op.dtype in start.hardware.peak_flops]
+    measured = np.array([np.median(times[op]) for op in ops])
     if len(ops) < FEWEST_OPS:
         raise TraceError(
             f"calibration takes at least {FEWEST_OPS} distinct ops of known sizes, got {len(ops)}: record shapes while "

@@ -18,14 +18,7 @@ from stepsight.dataset.hardware.hardware import Fabric, Hardware, find_fabric, u
 from stepsight.gnn.inference import FORMS
 from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.kernels.kernel_models import fit_kernels
-from stepsight.training.measured.imported_facts import (
-    fit_host,
-    fit_launches,
-    launch_seconds,
-    launches_alone,
-    overlap_of,
-    with_facts,
-)
+from stepsight.training.measured import imported_facts
 from stepsight.training.measured.imported_ops import ImportedSegments, learn_host_calls
 from stepsight.training.measured.measured import (
     MeasuredRun,
@@ -140,11 +133,11 @@ def with_measured(hardware: Hardware, runs: Sequence[MeasuredRun], imported: Seq
         if run.manifest.job.parallel.pp > 1 and (path := run.manifest.folder / "records.json").exists()
         for step in read_json(path)["steps"]
     ]
-    host_action_s, host_message_s = fit_host(records)
+    host_action_s, host_message_s = imported_facts.fit_host(records)
     if host_action_s or host_message_s:
         hardware = replace(hardware, host_action_s=host_action_s, host_message_s=host_message_s)
     steps = [run.steps for run in imported if run.device != "cpu"]
-    return with_facts(hardware, launch_seconds(steps), overlap_of(steps))
+    return imported_facts.with_facts(hardware, imported_facts.launch_seconds(steps), imported_facts.overlap_of(steps))
 
 
 def _learn(
@@ -196,8 +189,8 @@ def _with_launches(predictor: Predictor, profile: Profile, runs: Sequence[Measur
         usual = float(np.median(list(kinds.values()))) if kinds else predictor.hardware.host_op_s
         return replace(predictor, hardware=replace(predictor.hardware, host_op_s=usual, host_kinds_s=kinds))
 
-    alone = launches_alone(profile.ops, profile.op_host_seconds)
-    kinds = fit_launches(timed, alone, lambda kinds: iteration_times(timed, having(kinds)))
+    alone = imported_facts.launches_alone(profile.ops, profile.op_host_seconds)
+    kinds = imported_facts.fit_launches(timed, alone, lambda kinds: iteration_times(timed, having(kinds)))
     return having(kinds) if kinds else predictor
 
 

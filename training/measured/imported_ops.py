@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -209,17 +209,6 @@ class ImportedSegments:
     whole = False  # its iteration was not timed without a profiler
 
 
-@dataclass
-class ImportedTimes:
-    """Seconds of each signature, over all imported runs."""
-
-    # of each op, once for each call; where nothing ran beside it, if that ever was
-    ops: dict[Op, list[float]] = field(default_factory=dict)
-    # of each collective, from when its last rank came to it
-    collectives: dict[Collective, list[float]] = field(default_factory=dict)
-    device: str = ""  # cuda or cpu; empty if nothing was imported
-
-
 def read_imported_segments(folders: Iterable[Path], hardware: str = "") -> list[ImportedSegments]:
     """Read imported runs, except those that judge; one on another hardware than named is a ``TraceError``."""
     runs = [run for run in map(read_imported, folders) if run.role != HELDOUT]
@@ -237,20 +226,22 @@ def read_imported_segments(folders: Iterable[Path], hardware: str = "") -> list[
     ]
 
 
-def imported_times(runs: Iterable[ImportedSegments]) -> ImportedTimes:
-    """Seconds by signature; of collectives all of whose ranks were traced: others waited nobody knows how long."""
-    found = ImportedTimes()
-    for run in runs:
-        found.device = "cpu" if run.device == "cpu" else "cuda"
-        for segment in run.segments:
-            times = zip(segment.program.nodes, segment.alone_s.tolist(), segment.slot_s.tolist(), strict=True)
-            for node, alone, inside in times:
-                work, seconds = node.work, alone if alone > 0 else inside
-                if isinstance(work, Op):
-                    if work.kind != "opaque" and min(work.dims, default=0) > 0 and seconds > 0:
-                        found.ops.setdefault(work, []).append(seconds)
-                elif work.num_bytes > 0 and inside > 0:
-                    found.collectives.setdefault(work, []).append(inside)
+def imported_times(runs: Iterable[ImportedSegments]) -> dict[Op | Collective, list[float]]:
+    """Seconds of each signature over all imported runs: of an op where nothing ran beside it, if that ever was, and of
+    a collective from when its last rank came to it, if all of its ranks were traced.
+    """
+    found: dict[Op | Collective, list[float]] = {}
+    for segment in (segment for run in runs for segment in run.segments):
+        times = zip(segment.program.nodes, segment.alone_s.tolist(), segment.slot_s.tolist(), strict=True)
+        for node, alone, inside in times:
+            work, seconds = node.work, inside
+            if isinstance(work, Op):
+                seconds = alone if alone > 0 else inside
+                known = work.kind != "opaque" and min(work.dims, default=0) > 0
+            else:
+                known = work.num_bytes > 0
+            if known and seconds > 0:
+                found.setdefault(work, []).append(seconds)
     return found
 
 

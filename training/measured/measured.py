@@ -125,15 +125,14 @@ def read_profiles(
             _check_ranks(file.box.num_ranks, file.path)
     for file in files:
         _add(file, profile)
-    times = imported_times(imported)  # ops count as measured alone
-    profile.device = times.device
+    if imported:
+        profile.device = "cpu" if imported[-1].device == "cpu" else "cuda"
     alone = {*profile.ops, *profile.collectives}
-    for op, each in times.ops.items():
-        if op not in alone:
-            profile.add_op(op, 1, float(np.median(each)))
-    for collective, each in times.collectives.items():
-        if fabric is not None and collective not in alone:
-            profile.add_collective(collective, fabric, float(np.median(each)))
+    for work, each in imported_times(imported).items():
+        if isinstance(work, Op) and work not in alone:  # it counts as measured alone
+            profile.add_op(work, 1, float(np.median(each)))
+        elif isinstance(work, Collective) and fabric is not None and work not in alone:
+            profile.add_collective(work, fabric, float(np.median(each)))
     found: dict[tuple[Collective, Link, Link], list[tuple[float, Fabric]]] = {}
     for work, links, seconds in zip(profile.collectives, profile.fabrics, profile.collective_seconds, strict=True):
         found.setdefault((work, links.intra_node, links.inter_node), []).append((seconds, links))

@@ -44,23 +44,7 @@ from stepsight.training.corrections.residual import PublishedRuns
 from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.kernels.kernel_models import KernelModel
 from stepsight.training.kernels.transferred import Teacher
-from stepsight.training.predictor.model_tables import (
-    MANIFEST,
-    SCHEMA,
-    UNSEALED,
-    check_output,
-    load_collective,
-    load_host_calls,
-    load_kernel,
-    made,
-    read_folder,
-    read_part,
-    read_predictor_manifest,
-    save_collective,
-    save_host_calls,
-    save_kernel,
-    write_manifest,
-)
+from stepsight.training.predictor import model_tables
 from stepsight.training.predictor.own_context import Context, ContextFunction, OwnContext, load_context
 from stepsight.training.predictor.software_used import kernels_asked
 
@@ -345,11 +329,11 @@ class Predictor:
 
     def save(self, folder: Path) -> None:
         """Write the folder completely or not at all; see ``check_output`` for what may be replaced."""
-        check_output(folder)
+        model_tables.check_output(folder)
         with new_folder(folder) as new:
             write_json(new / "hardware.json", self.hardware.to_dict())
-            save_kernel(self.kernel, new)
-            save_collective(self.collective, new)
+            model_tables.save_kernel(self.kernel, new)
+            model_tables.save_collective(self.collective, new)
             write_json(
                 new / "intervals.json",
                 {
@@ -361,8 +345,8 @@ class Predictor:
             if self.context is not None:
                 self.context.save(new)
             if self.host is not None:
-                save_host_calls(self.host, new)
-            write_manifest(new, self.manifest, self.hardware.name)
+                model_tables.save_host_calls(self.host, new)
+            model_tables.write_manifest(new, self.manifest, self.hardware.name)
 
     @classmethod
     def load(cls, folder: str | Path) -> Predictor:
@@ -374,48 +358,49 @@ class Predictor:
         folder = Path(folder)
         if not folder.exists() and folder.name in shipped_names():
             folder = SHIPPED / folder.name
-        loaded = read_folder(folder, partial(cls._parse, folder), shipped_names())
+        loaded = model_tables.read_folder(folder, partial(cls._parse, folder), shipped_names())
         fitted = (
             loaded.manifest.get("fitted_rows") or loaded.calibration.residual or not loaded.calibration.constants.plain
         )
-        if loaded.manifest["schema"] == UNSEALED and fitted:
+        if loaded.manifest["schema"] == model_tables.UNSEALED and fitted:
             raise PredictorError(
-                f"{folder}: a predictor of schema {UNSEALED} does not tell which rows it was fitted on: "
-                f"calibrate it again (schema {SCHEMA})"
+                f"{folder}: a predictor of schema {model_tables.UNSEALED} does not tell which rows it was fitted on: "
+                f"calibrate it again (schema {model_tables.SCHEMA})"
             )
         return loaded
 
     @classmethod
     def _parse(cls, folder: Path, manifest: dict[str, Any]) -> Predictor:
-        hardware = read_part(folder / "hardware.json", hardware_from_dict)
+        hardware = model_tables.read_part(folder / "hardware.json", hardware_from_dict)
         if hardware.name != manifest["hardware"]:
             raise PredictorError(
                 f"{folder}: manifest.json and hardware.json must name the same hardware, "
                 f"got {manifest['hardware']!r:.80} and {hardware.name!r:.80}"
             )
-        tables = read_part(folder / "intervals.json", dict)
+        path, made = folder / "intervals.json", model_tables.made
+        tables = model_tables.read_part(path, dict)
         return cls(
             hardware,
-            load_kernel(folder, hardware, teacher_of),
-            load_collective(folder),
+            model_tables.load_kernel(folder, hardware, teacher_of),
+            model_tables.load_collective(folder),
             load_context(folder),
-            made(folder / "intervals.json", Calibration.from_dict, tables.get("calibration")),
-            made(folder / "intervals.json", Intervals.from_dict, tables.get("intervals")),
+            made(path, Calibration.from_dict, tables.get("calibration")),
+            made(path, Intervals.from_dict, tables.get("intervals")),
             manifest,
-            load_host_calls(folder),
-            made(folder / "intervals.json", NodeDoubts.from_dict, tables["nodes"]) if "nodes" in tables else None,
+            model_tables.load_host_calls(folder),
+            made(path, NodeDoubts.from_dict, tables["nodes"]) if "nodes" in tables else None,
         )
 
 
 def shipped_names() -> tuple[str, ...]:
     """Names of the shipped predictors."""
-    return tuple(sorted(path.parent.name for path in SHIPPED.glob(f"*/{MANIFEST}")))
+    return tuple(sorted(path.parent.name for path in SHIPPED.glob(f"*/{model_tables.MANIFEST}")))
 
 
 @cached(16)
 def _shipped_files(name: str) -> dict[str, str]:
     """Digests of the files of a shipped predictor; none if there is no such predictor."""
-    return dict(read_predictor_manifest(SHIPPED / name)["files"]) if name in shipped_names() else {}
+    return dict(model_tables.read_predictor_manifest(SHIPPED / name)["files"]) if name in shipped_names() else {}
 
 
 @cached(8)

@@ -11,6 +11,7 @@ from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.columns import covered
 from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.clock.track import find_track, run_track
 from stepsight.simulator.schedules import KIND_NAMES
 from stepsight.training.measured.imported_facts import KINDS, fit_host, launch_seconds, overlap_of, with_facts
@@ -64,16 +65,16 @@ A100 = "a100-sxm-80gb"
 
 def test_each_signature_has_its_seconds(tmp_path: Path) -> None:
     times = imported_times(read_imported_runs([imported_collection(tmp_path, *two_ranks())], A100))
-    seconds = {str(op): values for op, values in times.ops.items()}
+    seconds = {str(work): values for work, values in times.items()}
     assert sorted(seconds["linear[1024x512x256]fp32"]) == pytest.approx([400e-6, 400e-6, 800e-6, 800e-6])
-    assert not any(op.kind == "opaque" for op in times.ops)
-    (work,) = times.collectives
-    assert work.num_bytes == 4 * 131072 and max(times.collectives[work]) < 1e-3  # without the wait for the slow rank
+    assert not any(op.kind == "opaque" for op in times)
+    (work,) = (work for work in times if isinstance(work, Collective))
+    assert work.num_bytes == 4 * 131072 and max(times[work]) < 1e-3  # without the wait for the slow rank
 
 
 def test_collectives_of_some_ranks_teach_nothing(tmp_path: Path) -> None:
     times = imported_times(read_imported_runs([imported_collection(tmp_path, two_ranks()[0])], A100))
-    assert times.ops and not times.collectives
+    assert times and all(isinstance(work, Op) for work in times)
 
 
 def test_profiles_hold_what_was_imported(tmp_path: Path) -> None:
