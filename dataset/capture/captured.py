@@ -17,7 +17,7 @@ from stepsight.dataset.base.files import new_folder, read_json, write_json
 from stepsight.dataset.capture.record_graph import CapturedRank
 from stepsight.dataset.graph.graph_files import write_columns, write_graph
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, PHASES, Program
-from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.kinds.op import Op
 
 FORM = 1  # of the folder
 MANIFEST = "capture.json"
@@ -40,13 +40,13 @@ class Captured:
 
     def to_dict(self) -> dict[str, Any]:
         """Counts of ops, FLOP and collectives of each rank: what ``stepsight capture --json`` prints."""
-        return {
-            "script": self.script,
-            "world_size": self.world_size,
-            "devices_per_node": self.local_size,
-            "torch": self.torch,
-            "ranks": [rank_summary(each) for each in self.ranks],
-        }
+        return {**self.facts, "ranks": [rank_summary(each) for each in self.ranks]}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is known of the capture as a whole."""
+        of = {"script": self.script, "world_size": self.world_size, "devices_per_node": self.local_size}
+        return {**of, "torch": self.torch}
 
 
 def rank_summary(captured: CapturedRank) -> dict[str, Any]:
@@ -97,17 +97,10 @@ def collective_counts(graph: Program) -> list[dict[str, Any]]:
     chosen = graph.columns["kind"] == COLLECTIVE
     pairs = zip(*(graph.columns[name][chosen].tolist() for name in ("work", "group")), strict=True)
     found = Counter((graph.works[work], graph.groups[group][0] if group >= 0 else "") for work, group in pairs)
-    rows = [
-        {
-            "kind": work.kind,
-            "group": group,
-            "group_size": work.group_size,
-            "ranks_per_node": work.ranks_per_node,
-            "num_bytes": work.num_bytes,
-            "count": count,
-        }
+    sizes = ("group_size", "ranks_per_node", "num_bytes")
+    rows: list[dict[str, Any]] = [
+        {"kind": work.kind, "group": group, **{name: getattr(work, name) for name in sizes}, "count": count}
         for (work, group), count in found.items()
-        if isinstance(work, Collective)
     ]
     return sorted(rows, key=lambda row: (row["kind"], row["group_size"], -row["num_bytes"]))
 
@@ -120,17 +113,8 @@ def write_captured(captured: Captured, folder: Path) -> None:
             write_graph(each.graph, part, f"rank{each.rank}")
             write_columns({"live_bytes": each.live_bytes}, part / f"rank{each.rank}.memory.parquet")
             write_json(part / f"rank{each.rank}.calls.json", list(each.calls))
-        write_json(
-            part / MANIFEST,
-            {
-                "form": FORM,
-                "script": captured.script,
-                "world_size": captured.world_size,
-                "devices_per_node": captured.local_size,
-                "torch": captured.torch,
-                "ranks": [each.rank for each in captured.ranks],
-            },
-        )
+        ranks = [each.rank for each in captured.ranks]
+        write_json(part / MANIFEST, {"form": FORM, **captured.facts, "ranks": ranks})
 
 
 def check_capture_folder(folder: Path) -> None:

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations, zip_longest
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ DEVICES = ("cuda", "cpu")
 NO_OUTPUT = "none"  # for the last line that a script wrote
 
 Progress = Callable[[int, int | str, str], None]
+Ranks = tuple[int, ...]
+Issued = tuple[str, str, int, str]  # group by torch's name, kind, bytes, line of the script
 
 
 @dataclass(frozen=True)
@@ -68,23 +70,32 @@ class CaptureRequest:
 
 def capture(request: CaptureRequest, on_rank: Progress | None = None) -> Captured:
     """Capture one training step; an error (``CaptureError``) names the script's own line."""
-    runs = _Runs(request)
-    waiting, done = list(request.ranks or (0,)), dict[int, CapturedRank]()
+    waiting, done, version = list(request.ranks or (0,)), dict[int, CapturedRank](), ""
+    boundaries = dict[int, Any]()  # by the rank that has the first stage
+    issued = dict[int, dict[Ranks, list[Issued]]]()  # by rank
     while waiting:
         rank = waiting.pop(0)
         if rank in done:
             continue
         if on_rank is not None:
             on_rank(len(done), len(done) + 1 + len(waiting), f"rank {rank}")
-        done[rank] = graph_of_record(runs.record(rank), request.local_size)
+        record = _run(request, rank, boundary=next(iter(boundaries.values()), None))
+        if "needs_boundary_of" in record:
+            first = record["needs_boundary_of"]
+            boundaries[first] = _run(request, first, only_boundary=True)["boundary"]
+            record = _run(request, rank, boundary=boundaries[first])
+        if record["boundary"] is not None:
+            boundaries.setdefault(rank, record["boundary"])
+        done[rank], issued[rank] = graph_of_record(record, request.local_size), issued_by_group(record)
+        version = record["torch"]
         if not request.ranks:
             waiting += [peer for peer in peers(done[rank]) if peer not in done and peer not in waiting]
-        check_orders(runs.issued)
+        check_orders(issued)
         if len(done) + len(waiting) > MOST_RANKS:
             raise CaptureError(f"at most {MOST_RANKS} ranks can be captured at once: name some with --ranks 0,1,...")
     script = " ".join([request.script.name, *request.arguments])
     ranks = tuple(done[rank] for rank in sorted(done))
-    return Captured(script, request.world_size, request.local_size, runs.torch, ranks)
+    return Captured(script, request.world_size, request.local_size, version, ranks)
 
 
 def peers(captured: CapturedRank) -> list[int]:
@@ -102,66 +113,48 @@ def peers(captured: CapturedRank) -> list[int]:
     return [rank for rank in found if rank != captured.rank]
 
 
-@dataclass
-class _Runs:
-    """Runs of the script, one process for each rank."""
-
-    request: CaptureRequest
-    torch: str = ""
-    issued: dict[int, dict[tuple[int, ...], list[Issued]]] = field(default_factory=dict)  # by rank
-    _boundaries: dict[int, Any] = field(default_factory=dict)  # by the rank that has the first stage
-
-    def record(self, rank: int) -> dict[str, Any]:
-        """The record of one rank's step."""
-        boundary = next(iter(self._boundaries.values()), None)
-        record = self._run(rank, boundary=boundary)
-        if "needs_boundary_of" in record:
-            first = record["needs_boundary_of"]
-            self._boundaries[first] = self._run(first, only_boundary=True)["boundary"]
-            record = self._run(rank, boundary=self._boundaries[first])
-        if record["boundary"] is not None:
-            self._boundaries.setdefault(rank, record["boundary"])
-        self.torch = record["torch"]
-        self.issued[rank] = issued_by_group(record)
-        return record
-
-    def _run(self, rank: int, **more: Any) -> dict[str, Any]:
-        request = self.request
-        with ExitStack() as stack_of_files:  # without names: a process that is killed leaves none
-            files = {name: stack_of_files.enter_context(tempfile.TemporaryFile()) for name in _FILES}
-            paths = {name: Path(f"/proc/{os.getpid()}/fd/{file.fileno()}") for name, file in files.items()}
-            asked = {
-                "script": str(request.script.resolve()), "arguments": list(request.arguments), "rank": rank,
-                "world_size": request.world_size, "local_size": request.local_size, "warm_up": request.warm_up,
-                "device": request.device, "out": str(paths["out"]), "stack": str(paths["stack"]),
-                "parent": os.getpid(), **more,
-            }  # fmt: skip
-            paths["request"].write_text(json.dumps(asked), "utf-8")
-            how, last_line = _ended(request, rank, paths)
-            if not paths["out"].stat().st_size:
-                line = _own_line(paths["stack"], request.script)
-                raise CaptureError(
-                    f"{request.script.name}{line}: the process of rank {rank} ended before its steps were through "
-                    f"({how}); the last line that it wrote: {last_line}"
-                )
-            record: dict[str, Any] = read_json(paths["out"])
-        if "error" in record:
-            raise CaptureError(_explained(request, rank, record, last_line))
-        return record
+def _run(request: CaptureRequest, rank: int, **more: Any) -> dict[str, Any]:
+    """Run the script in a process of its own; return the record of one rank's step."""
+    with ExitStack() as stack_of_files:  # without names: a process that is killed leaves none
+        files = {name: stack_of_files.enter_context(tempfile.TemporaryFile()) for name in _FILES}
+        paths = {name: Path(f"/proc/{os.getpid()}/fd/{file.fileno()}") for name, file in files.items()}
+        asked = {
+            "script": str(request.script.resolve()), "arguments": list(request.arguments), "rank": rank,
+            "world_size": request.world_size, "local_size": request.local_size, "warm_up": request.warm_up,
+            "device": request.device, "out": str(paths["out"]), "stack": str(paths["stack"]),
+            "parent": os.getpid(), **more,
+        }  # fmt: skip
+        paths["request"].write_text(json.dumps(asked), "utf-8")
+        how, last_line = _ended(request, rank, paths)
+        if not paths["out"].stat().st_size:
+            line = _own_line(paths["stack"], request.script)
+            raise CaptureError(
+                f"{request.script.name}{line}: the process of rank {rank} ended before its steps were through "
+                f"({how}); the last line that it wrote: {last_line}"
+            )
+        record: dict[str, Any] = read_json(paths["out"])
+    if "error" in record:
+        raise CaptureError(_explained(request, rank, record, last_line))
+    return record
 
 
 def _ended(request: CaptureRequest, rank: int, paths: Mapping[str, Path]) -> tuple[str, str]:
     """Run the process of a rank and its children to the end; return the exit status and the last line of output."""
-    command = [sys.executable, "-P", "-m", MODULE, str(paths["request"])]
+    command, stack = [sys.executable, "-P", "-m", MODULE, str(paths["request"])], paths["stack"]
     with paths["log"].open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             code = process.wait(request.timeout_s)
         except subprocess.TimeoutExpired:
-            at = _line_of_stack(process, request.script, paths["stack"])
+            process.send_signal(signal.SIGUSR1)  # on which it writes its stack
+            until = time.monotonic() + STACK_S
+            while time.monotonic() < until and not stack.stat().st_size and process.poll() is None:
+                time.sleep(0.05)
+            line = _own_line(stack, request.script)
             raise CaptureError(
-                f"rank {rank} did not finish its steps within {request.timeout_s:g} s{at}: capture a smaller step, or "
-                "allow more with --timeout"
+                f"rank {rank} did not finish its steps within {request.timeout_s:g} s"
+                f"{line and f' (it is at {request.script.name}{line})'}: capture a smaller step, or allow more with "
+                "--timeout"
             ) from None
         finally:
             with suppress(ProcessLookupError):
@@ -171,22 +164,9 @@ def _ended(request: CaptureRequest, rank: int, paths: Mapping[str, Path]) -> tup
     return how_ended(code), (lines[-1][:300] if lines else NO_OUTPUT)
 
 
-def _line_of_stack(process: subprocess.Popen[bytes], script: Path, stack: Path) -> str:
-    """The line of the script that runs now: the process is asked to write its stack."""
-    if not stack.exists():
-        return ""
-    process.send_signal(signal.SIGUSR1)
-    until = time.monotonic() + STACK_S
-    while time.monotonic() < until and not stack.stat().st_size and process.poll() is None:
-        time.sleep(0.05)
-    line = _own_line(stack, script)
-    return f" (it is at {script.name}{line})" if line else ""
-
-
 def _own_line(stack: Path, script: Path) -> str:
     """``:12``: the innermost line of the script in a stack that was written, "" if there is none."""
-    text = stack.read_text("utf-8", "replace") if stack.exists() else ""
-    rows = re.findall(r'File "(.*)", line (\d+)', text)
+    rows = re.findall(r'File "(.*)", line (\d+)', stack.read_text("utf-8", "replace"))
     return next((f":{line}" for name, line in rows if Path(name).resolve() == script.resolve()), "")
 
 
@@ -221,10 +201,6 @@ def _explained(request: CaptureRequest, rank: int, record: dict[str, Any], said:
     return f"{where}: {error}{hint} [rank {rank} of {request.world_size}, after {record['steps']} steps]{notes}"
 
 
-Ranks = tuple[int, ...]
-Issued = tuple[str, str, int, str]  # group by torch's name, kind, bytes, line of the script
-
-
 def issued_by_group(record: Mapping[str, Any]) -> dict[Ranks, list[Issued]]:
     """Collectives of a record, without messages, by the participating ranks, in order."""
     found: dict[Ranks, list[Issued]] = {}
@@ -236,10 +212,9 @@ def issued_by_group(record: Mapping[str, Any]) -> dict[Ranks, list[Issued]]:
 def check_orders(ranks: Mapping[int, Mapping[Ranks, Sequence[Issued]]]) -> None:
     """Raise ``CaptureError``, with the script's lines, if two ranks differ in what they issue together."""
     for one, other in combinations(sorted(ranks), 2):
-        mine, theirs = ranks[one], ranks[other]
-        for group in mine.keys() | theirs.keys():
-            if one in group and other in group:
-                _compare((one, mine.get(group, ())), (other, theirs.get(group, ())))
+        for group in {*ranks[one], *ranks[other]}:
+            if {one, other} <= {*group}:
+                _compare((one, ranks[one].get(group, ())), (other, ranks[other].get(group, ())))
 
 
 def _compare(one: tuple[int, Sequence[Issued]], other: tuple[int, Sequence[Issued]]) -> None:
@@ -250,16 +225,13 @@ def _compare(one: tuple[int, Sequence[Issued]], other: tuple[int, Sequence[Issue
         name, kind, num_bytes, _ = issued
         return name if named else "", kind, 0 if kind == "all_to_all" else num_bytes
 
-    for place, (mine, theirs) in enumerate(zip_longest(one[1], other[1])):
-        if mine is None or theirs is None or meeting(mine) != meeting(theirs):
+    for place, pair in enumerate(zip_longest(one[1], other[1])):
+        if None in pair or meeting(pair[0]) != meeting(pair[1]):
+            mine, theirs = (
+                "{1} of {2} bytes in group {0}".format(*each) + (each[3] and f" at {each[3]}") if each else "none"
+                for each in pair
+            )
             raise CaptureError(
                 f"ranks {one[0]} and {other[0]} would wait for each other forever: as number {place + 1} of their "
-                f"collectives rank {one[0]} issues {_text(mine)}, and rank {other[0]} {_text(theirs)}"
+                f"collectives rank {one[0]} issues {mine}, and rank {other[0]} {theirs}"
             )
-
-
-def _text(issued: Issued | None) -> str:
-    if issued is None:
-        return "none"
-    name, kind, num_bytes, line = issued
-    return f"{kind} of {num_bytes} bytes in group {name}" + (f" at {line}" if line else "")

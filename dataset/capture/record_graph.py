@@ -57,17 +57,16 @@ def graph_of_record(record: dict[str, Any], local_size: int) -> CapturedRank:
     if record.get("form") != FORM:
         raise CaptureError(f"a record must have form {FORM}, got {record.get('form')!r:.40}: capture again")
     nodes = _Nodes(record, local_size)
-    kept = nodes.place
-    count = int(kept.max(initial=-1)) + 1
-    first = np.full(count, -1, dtype=np.int64)
-    first[kept[::-1]] = np.arange(len(kept))[::-1]  # the first part of each node
+    work, known, group, place = nodes.columns
+    _, first = np.unique(place, return_index=True)  # the first part of each node
+    count = len(first)
     rows = np.array(record["nodes"], dtype=np.int64).reshape(-1, 8)[first]
     columns = {name: np.zeros(count, dtype=np.int64) for name in NODE_COLUMNS}
     columns |= {"kind": rows[:, _KIND], "stream": rows[:, _STREAM], "phase": rows[:, _PHASE]}
     columns |= {"name": rows[:, _NAME], "seq": rows[:, _NUMBER]}
     columns["call"] = np.where(rows[:, _KIND] == OP, rows[:, _WORK], -1)
-    columns |= {"work": nodes.work[first], "known": nodes.known[first], "group": nodes.group[first]}
-    edges = _edges(record, kept, columns)
+    columns |= {"work": work[first], "known": known[first], "group": group[first]}
+    edges = _edges(record, place, columns)
     graph = Program.of_columns(
         rank=record["rank"],
         world_size=record["world_size"],
@@ -92,68 +91,54 @@ class _Nodes:
 
     Attributes:
         works: Distinct signatures.
-        work, known, group: Of each node of the record.
-        place: Node of the graph that each node of the record is (a part of); what is no work is a part of what came
-            before it on its stream.
+        columns: Of each node of the record its work, whether that is known, its group, and the node of the graph that
+            it is (a part of); what is no work is a part of what came before it on its stream.
     """
 
     def __init__(self, record: dict[str, Any], local_size: int) -> None:
         self.works: dict[Op | Collective, int] = {}
-        rows = record["nodes"]
-        count = len(rows)
-        self.work, self.known = np.full(count, -1, dtype=np.int64), np.ones(count, dtype=np.int64)
-        self.group, self.place = np.full(count, -1, dtype=np.int64), np.zeros(count, dtype=np.int64)
-        self._signatures, self._groups = record["works"], record["groups"]
-        self._local_size = local_size
         self._scopes: dict[int, Scope] = {}
         self._forward: dict[int, tuple[int, ...]] = {}
         self._plain: dict[int, tuple[Op | None, bool]] = {}
         newest: dict[int, tuple[int, int, int]] = {}  # by stream: place, work, signature
-        places = 0
-        for index, row in enumerate(rows):
-            if row[_KIND] == OP:
-                op, known = self._op(row)
-                before = newest.get(row[_STREAM])
-                if before is not None and (op is None or self._is_part(op, row[_WORK], before)):
-                    self.place[index] = before[0]
+        found, places = list[tuple[int, bool, int, int]](), 0
+        for row in record["nodes"]:
+            kind, number, stream = row[:3]
+            work: Op | Collective | None = None
+            known, group = True, -1
+            if kind == OP:
+                op, known = self._op(row, record["works"][number])
+                before = newest.get(stream, (-1, -1, -1))
+                in_parts = op is not None and op.record.in_parts and number != before[2]
+                if before[0] >= 0 and (op is None or (in_parts and self.works.get(op) == before[1])):
+                    found.append((-1, True, -1, before[0]))
                     continue
-                self.known[index] = int(known)
-                work: Op | Collective | None = op or intern_op("fill", (1,), "fp32")
-            elif row[_KIND] == COLLECTIVE:
-                work = self._collective(row, index)
-            else:
-                work = None
-            self.place[index] = places
-            self.work[index] = -1 if work is None else self.works.setdefault(work, len(self.works))
-            newest[row[_STREAM]] = (places, int(self.work[index]), row[_WORK])
+                work = op or intern_op("fill", (1,), "fp32")
+            elif kind == COLLECTIVE:
+                _, name, num_bytes, group = record["works"][number]
+                ranks = record["groups"][group][1]
+                nodes = len({rank // local_size for rank in ranks})
+                work = Collective(name, num_bytes, len(ranks), -(-len(ranks) // nodes))
+            signature = -1 if work is None else self.works.setdefault(work, len(self.works))
+            found.append((signature, known, group, places))
+            newest[stream] = places, signature, number
             places += 1
+        self.columns = np.array(found, dtype=np.int64).reshape(-1, 4).T
 
-    def _is_part(self, op: Op, signature: int, before: tuple[int, int, int]) -> bool:
-        return op.record.in_parts and self.works.get(op) == before[1] and signature != before[2]
-
-    def _op(self, row: list[int]) -> tuple[Op | None, bool]:
+    def _op(self, row: list[int], signature: Any) -> tuple[Op | None, bool]:
         evaluation, sequence = row[_EVALUATION], row[_SEQUENCE]
-        signature = self._signatures[row[_WORK]]
         if signature[0] == COMPOSITE:
             return intern_op(signature[1], tuple(signature[2]), signature[3]), all(signature[4:])
         if evaluation < 0:
-            found = self._plain.get(row[_WORK])
-            if found is None:
-                found = self._plain[row[_WORK]] = op_of_call(signature, Scope())
-            if found[0] is not None and found[0].kind == "linear":
-                self._forward[sequence] = found[0].dims
-            return found
-        scope = self._scopes.get(evaluation)
-        if scope is None:
-            scope = self._scopes[evaluation] = Scope("backward", self._forward.get(sequence, ()))
-        return op_of_call(signature, scope)
-
-    def _collective(self, row: list[int], index: int) -> Collective:
-        _, kind, num_bytes, group = self._signatures[row[_WORK]]
-        ranks = self._groups[group][1]
-        self.group[index] = group
-        nodes = len({rank // self._local_size for rank in ranks})
-        return Collective(kind, num_bytes, len(ranks), -(-len(ranks) // nodes))
+            if row[_WORK] not in self._plain:
+                self._plain[row[_WORK]] = op_of_call(signature, Scope())
+            op, known = self._plain[row[_WORK]]
+            if op is not None and op.kind == "linear":
+                self._forward[sequence] = op.dims
+            return op, known
+        if evaluation not in self._scopes:
+            self._scopes[evaluation] = Scope("backward", self._forward.get(sequence, ()))
+        return op_of_call(signature, self._scopes[evaluation])
 
 
 def _edges(record: dict[str, Any], place: NDArray[np.int64], columns: dict[str, Any]) -> NDArray[np.int64]:

@@ -26,9 +26,9 @@ from __future__ import annotations
 import inspect
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -50,20 +50,18 @@ class _State(threading.local):
     inside = False  # within a wrapped call: c10d functions call each other
 
 
-@dataclass
 class _Recorder:
     """The state of the recording; one per process, like the profiler."""
 
-    active: bool = False
-    installed: bool = False
-    group_names: dict[str, str] = field(default_factory=dict)
-    sequence: dict[str, int] = field(default_factory=dict)
-    pending: dict[int, tuple[Any, str]] = field(default_factory=dict)  # by id of a work: it, kept alive, and its wait
-    spans: list[Span] | None = None
+    def __init__(self) -> None:
+        self.active = self.installed = False
+        self.group_names: dict[str, str] = {}
+        self.sequence = Counter[str]()
+        self.pending: dict[int, tuple[Any, str]] = {}  # by id of a work: it, kept alive, and its wait
+        self.spans: list[Span] | None = None
 
 
-_recorder = _Recorder()
-_state = _State()
+_recorder, _state = _Recorder(), _State()
 
 
 @contextmanager
@@ -147,14 +145,11 @@ def install() -> None:
     if _recorder.installed:
         return
     _recorder.installed = True
-    for name, (kind, tensor, direction) in WRAPPED.items():
-        original = getattr(c10d, name, None)
-        if original is None:  # newer or older PyTorch
-            continue
-        wrapper = _wrap(original, kind, tensor, direction)
-        setattr(c10d, name, wrapper)
-        if hasattr(dist, name):
-            setattr(dist, name, wrapper)
+    for name, how in WRAPPED.items():
+        if original := getattr(c10d, name, None):  # newer or older PyTorch may not have it
+            wrapper = _wrap(original, *how)
+            for module in filter(lambda each: hasattr(each, name), (c10d, dist)):
+                setattr(module, name, wrapper)
     wait = dist.Work.wait
 
     @wraps(wait)
@@ -174,12 +169,16 @@ def _wrap(original: Callable[..., Any], kind: str, tensor: str, direction: str) 
             return original(*args, **kwargs)
         called = {**dict(zip(names, args, strict=False)), **kwargs}
         group: dist.ProcessGroup = called.get("group") or c10d._get_default_group()
-        payload: torch.Tensor = called[tensor]
-        num_bytes = payload.numel() * payload.element_size()
-        ranks = _ranks(called, group, direction)
+        num_bytes = called[tensor].numel() * called[tensor].element_size()
+        members = dist.get_process_group_ranks(group)
+        if direction:  # the sender and the receiver take part
+            end = "dst" if direction == "send" else "src"
+            peer = called.get(end)
+            members = [dist.get_rank(), members[called[f"group_{end}"]] if peer is None else peer]
+        ranks = ",".join(map(str, members if direction != "recv" else members[::-1]))
         name = _recorder.group_names.get(group.group_name, "world")
-        seq = _recorder.sequence.get(name, 0)
-        _recorder.sequence[name] = seq + 1
+        seq = _recorder.sequence[name]
+        _recorder.sequence[name] += 1
         is_async = 1 if direction or called.get("async_op") else 0
         words = f"kind={kind} num_bytes={num_bytes} ranks={ranks} group={name} seq={seq} async={is_async}"
         words += f" direction={direction}" if direction else ""
@@ -194,13 +193,3 @@ def _wrap(original: Callable[..., Any], kind: str, tensor: str, direction: str) 
         return work
 
     return annotated
-
-
-def _ranks(called: dict[str, Any], group: dist.ProcessGroup, direction: str) -> str:
-    """Global ranks that take part: of the group, or the sender and the receiver."""
-    ranks = dist.get_process_group_ranks(group)
-    if direction:
-        end = "dst" if direction == "send" else "src"
-        peer = called.get(end)
-        ranks = [dist.get_rank(), ranks[called[f"group_{end}"]] if peer is None else peer]
-    return ",".join(map(str, ranks if direction != "recv" else ranks[::-1]))

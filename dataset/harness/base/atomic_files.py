@@ -42,8 +42,19 @@ def read_json(path: Path) -> Any:
 
 def parse_json(text: str) -> Any:
     """Value of strict JSON: no key twice, no NaN or infinity, whole characters, sane depth; else a ValueError."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) < len(pairs):
+            keys = [key for key, _ in pairs]
+            raise ValueError(f"every key must be there once, got {next(k for k in keys if keys.count(k) > 1)!r} twice")
+        return out
+
+    def constant(name: str) -> None:
+        raise ValueError(f"a number must be finite, got {name}")
+
     try:
-        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+        value = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
     except RecursionError:
         raise ValueError("tables must not be nested thousands deep") from None
     if "\\ud" in text.lower():  # half of a surrogate pair is no character, and cannot be printed
@@ -52,19 +63,6 @@ def parse_json(text: str) -> Any:
         except UnicodeEncodeError:
             raise ValueError("text must be whole characters, got half of a surrogate pair") from None
     return value
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A table of JSON; refuses a key that is there twice."""
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"every key must be there once, got {next(k for k in keys if keys.count(k) > 1)!r} twice")
-    return out
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"a number must be finite, got {name}")
 
 
 @contextmanager

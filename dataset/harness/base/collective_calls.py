@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,8 +31,7 @@ def reduce_scatter(shard: Tensor, full: Tensor, group: Group, *, async_op: bool 
     return call(shard, full, group=group, async_op=async_op)
 
 
-@dataclass(frozen=True)
-class Buffers:
+class Buffers(NamedTuple):
     """What a collective works on: ``full``, ``other`` ``(numel,)``, ``shard`` ``(numel / size,)``; global ``ranks``."""
 
     full: Tensor
@@ -43,15 +41,14 @@ class Buffers:
     group: Any
 
 
-@dataclass(frozen=True)
-class CollectiveCall:
+class CollectiveCall(NamedTuple):
     """One kind of collective; ``wrapped`` are the c10d functions that are one.
 
     Of each the name of the parameter with the full buffer, and the direction of a message (empty: it is none).
     """
 
     run: Callable[[Buffers], object]  # runs it once
-    wrapped: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    wrapped: Mapping[str, tuple[str, str]]
     group_size: int = 0  # the only size of a group that it has; 0: any
     messages: int = 0  # how many messages follow each other in one run. 0: it is no message
 
@@ -108,8 +105,7 @@ def collective_call(kind: str, group_size: int) -> CollectiveCall:
 def buffers(num_bytes: int, ranks: list[int], group: Any, size: int, device: torch.device) -> Buffers:
     """Make buffers for a collective of ``num_bytes`` among ``size`` ranks."""
     numel = -(-max(1, num_bytes // 4) // size) * size
-    full, other = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
-    shard = torch.zeros(numel // size, device=device)
+    full, other, shard = (torch.zeros(count, device=device) for count in (numel, numel, numel // size))
     if device.type == "cuda":  # numbers, as zeros take less power; small ones, as they are summed again and again
         for tensor in (full, shard):
             tensor.uniform_(-1e-18, 1e-18)

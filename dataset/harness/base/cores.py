@@ -86,8 +86,7 @@ def any_core(*, messages: bool = False) -> Iterator[None]:
     if not _ALLOWED:
         yield
         return
-    hurry = _real_time and not messages
-    mine = os.sched_getaffinity(0)
+    hurry, mine = _real_time and not messages, os.sched_getaffinity(0)
     os.sched_setaffinity(0, _ALLOWED)
     if hurry:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))

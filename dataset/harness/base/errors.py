@@ -17,24 +17,12 @@ class HarnessError(ValueError):
     """A plan that cannot be collected here; the message states the rule and the values."""
 
 
-def own_line(frames: Sequence[traceback.FrameSummary], script: Path) -> str:
-    """``train.py:12: x = model(batch)``: the innermost line of the user's script, "" if there is none.
+def own_place(frames: Sequence[traceback.FrameSummary], script: Path, *, text: bool = False) -> str:
+    """``train.py:12``, and with ``text`` ``: x = model(batch)``: the innermost line of the user's script, else "".
 
-    The outermost of ``frames`` comes first; the folder of ``script`` holds what is the user's own.
+    The outermost of ``frames`` comes first; the folder of ``script`` holds what is the user's own, else all that is
+    outside of libraries.
     """
-    place, frame = _innermost(frames, script)
-    if frame is None:
-        return ""
-    return f"{place}: {(frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()}"
-
-
-def own_place(frames: Sequence[traceback.FrameSummary], script: Path) -> str:
-    """``train.py:12``: like ``own_line``, without the text of the line."""
-    return _innermost(frames, script)[0]
-
-
-def _innermost(frames: Sequence[traceback.FrameSummary], script: Path) -> tuple[str, traceback.FrameSummary | None]:
-    """The innermost frame in the script's folder, else outside of libraries; its place comes first."""
     home, found = script.resolve().parent, list[traceback.FrameSummary]()
     for frame in reversed(frames):
         path = Path(frame.filename).resolve()
@@ -42,20 +30,22 @@ def _innermost(frames: Sequence[traceback.FrameSummary], script: Path) -> tuple[
             found.append(frame)
     found.sort(key=lambda frame: not Path(frame.filename).resolve().is_relative_to(home))
     if not found:
-        return "", None
-    path = Path(found[0].filename)
-    return f"{path.relative_to(home) if path.is_relative_to(home) else path}:{found[0].lineno}", found[0]
+        return ""
+    frame, path = found[0], Path(found[0].filename)
+    place = f"{path.relative_to(home) if path.is_relative_to(home) else path}:{frame.lineno}"
+    line = frame.line or linecache.getline(frame.filename, frame.lineno or 0)
+    return f"{place}: {line.strip()}" if text else place
 
 
 def line_of(error: BaseException, script: Path) -> str:
     """The user's own line that raised an error."""
-    return own_line(traceback.extract_tb(error.__traceback__), script)
+    return own_place(traceback.extract_tb(error.__traceback__), script, text=True)
 
 
 def line_of_thread(thread: int, script: Path) -> str:
     """The user's own line that a thread is at now."""
     frame = sys._current_frames().get(thread)
-    return own_line(traceback.extract_stack(frame), script) if frame is not None else ""
+    return own_place(traceback.extract_stack(frame), script, text=True) if frame is not None else ""
 
 
 _NO_CUDA = (

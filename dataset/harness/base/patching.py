@@ -47,8 +47,7 @@ class NoContext(nullcontext[None]):
 
 def cpu_of(device: Any) -> Any:
     """The CPU instead of a CUDA device; other arguments unchanged."""
-    if isinstance(device, int) and not isinstance(device, bool):
-        return torch.device("cpu")
-    if isinstance(device, str) and device.split(":")[0] == "cuda":
-        return "cpu"
-    return torch.device("cpu") if isinstance(device, torch.device) and device.type == "cuda" else device
+    if isinstance(device, str):
+        return "cpu" if device.split(":")[0] == "cuda" else device
+    on_gpu = device.type == "cuda" if isinstance(device, torch.device) else type(device) is int
+    return torch.device("cpu") if on_gpu else device
