@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,14 +52,12 @@ class HostClock:
     def future(self, end: Ending, result: Tensors) -> torch.futures.Future[Tensors]:
         future: torch.futures.Future[Tensors] = torch.futures.Future()
 
-        def set_in_time(known: Ending) -> None:
-            if _failed(known, future):
-                return
-            timer = threading.Timer(max(0.0, known.result() - time.perf_counter()), future.set_result, (result,))
+        def set_in_time(known: float) -> None:
+            timer = threading.Timer(max(0.0, known - time.perf_counter()), future.set_result, (result,))
             timer.daemon = True
             timer.start()
 
-        end.add_done_callback(set_in_time)
+        _when_known(end, future, set_in_time)
         return future
 
 
@@ -128,9 +127,9 @@ class VirtualClock(HostClock):
         """Replaces ``time.sleep``; other threads sleep normally."""
         if threading.get_ident() != self._thread:
             self._sleep(seconds)
-            return
-        with self.settled():
-            self.stream.time += max(0.0, seconds)
+        else:
+            with self.settled():
+                self.stream.time += max(0.0, seconds)
 
     def future(self, end: Ending, result: Tensors) -> torch.futures.Future[Tensors]:
         """Done when its end is known; a wait in Python, or the end of a backward pass, waits until ``end``.
@@ -139,7 +138,7 @@ class VirtualClock(HostClock):
         """
         with self.settled():
             future = _VirtualFuture(self, end)
-            end.add_done_callback(lambda known: None if _failed(known, future) else future.set_result(result))
+            _when_known(end, future, lambda known: future.set_result(result))
             self._late.append(end)
             try:
                 Variable._execution_engine.queue_callback(self._end_backward)
@@ -182,12 +181,14 @@ class _VirtualFuture(torch.futures.Future):  # type: ignore[type-arg]
         return super().wait()
 
 
-def _failed(known: Ending, future: Any) -> bool:
-    """Pass an error to the waiter of a collective."""
-    error = known.exception()
-    if error is not None:
-        future.set_exception(error)
-    return error is not None
+def _when_known(end: Ending, future: Any, act: Callable[[float], object]) -> None:
+    """Act on the end time of a collective; pass an error to its waiter."""
+
+    def done(known: Ending) -> None:
+        error = known.exception()
+        act(known.result()) if error is None else future.set_exception(error)
+
+    end.add_done_callback(done)
 
 
 def ended(end: float) -> Ending:
@@ -210,16 +211,13 @@ class Peers:
     def __init__(self, ranks: Sequence[int], rank: int, name: str, store: Any) -> None:
         self.ranks, self.index = list(ranks), ranks.index(rank)
         self._name, self._store = name, store
-        self._gloo: Any = None
 
-    @property
+    @cached_property
     def gloo(self) -> Any:
         """The process group of gloo."""
-        if self._gloo is None:
-            store = dist.PrefixStore(self._name, self._store)  # type: ignore[attr-defined]
-            with cores.any_core():
-                self._gloo = dist.ProcessGroupGloo(store, self.index, len(self.ranks), _FOREVER)
-        return self._gloo
+        store = dist.PrefixStore(self._name, self._store)  # type: ignore[attr-defined]
+        with cores.any_core():
+            return dist.ProcessGroupGloo(store, self.index, len(self.ranks), _FOREVER)
 
     def agree(self, now: float, seconds: float, what: str) -> tuple[float, float]:
         """Wait for all of them to call the same; return the time of the last one, and the longest of their delays."""
@@ -233,14 +231,14 @@ class Peers:
             raise HarnessError(
                 f"rank {self.ranks[self.index]} waits in {what} for rank {others}, which has ended: {error!s:.100}"
             ) from None
-        said = [json.loads(bytes(each.tolist())) for each in every]
-        for rank, (_, _, other) in zip(self.ranks, said, strict=True):
+        times, delays, calls = zip(*(json.loads(bytes(each.tolist())) for each in every), strict=True)
+        for rank, other in zip(self.ranks, calls, strict=True):
             if other != what:
                 raise HarnessError(
                     f"ranks of a group must call the same collectives in the same order, but rank "
                     f"{self.ranks[self.index]} calls {what} and rank {rank} calls {other}"
                 )
-        return max(each[0] for each in said), max(each[1] for each in said)
+        return max(times), max(delays)
 
 
 class HostLine:
@@ -296,31 +294,29 @@ class Spinner:
 
     def __init__(self) -> None:
         torch.cuda._sleep(5 * FIRST_CYCLES)  # the clock goes up
-        start, end = _spin(FIRST_CYCLES)
-        end.synchronize()
-        self._cycles_per_s = FIRST_CYCLES / (start.elapsed_time(end) * 1e-3)
         self._under_way: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._spin(FIRST_CYCLES)
+        cycles, start, end = self._under_way.popleft()
+        end.synchronize()
+        self._cycles_per_s = cycles / (start.elapsed_time(end) * 1e-3)
 
     def spin(self, seconds: float) -> None:
         while self._under_way and self._under_way[0][2].query():
             cycles, start, end = self._under_way.popleft()
             self._cycles_per_s = followed(self._cycles_per_s, cycles, start.elapsed_time(end) * 1e-3)
-        cycles = round(seconds * self._cycles_per_s)
-        self._under_way.append((cycles, *_spin(cycles)))
+        self._spin(round(seconds * self._cycles_per_s))
+
+    def _spin(self, cycles: int) -> None:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        self._under_way.append((cycles, start, end))
 
 
 def followed(cycles_per_s: float, cycles: int, seconds: float) -> float:
     """Cycles per second of a device after another spin: its clock depends on its load."""
     return cycles_per_s + WEIGHT * (cycles / seconds - cycles_per_s) if seconds >= TELLING_S else cycles_per_s
-
-
-def _spin(cycles: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    """Spin; events before and after it."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    torch.cuda._sleep(cycles)
-    end.record()
-    return start, end
 
 
 class DeviceLine:

@@ -49,11 +49,10 @@ def run_rank(settings: dict[str, Any]) -> NoReturn:
     from .stages import EmulatedWorld, Stages, annotate_compiled, rendezvous_alone, rendezvous_through_file
 
     torch.set_num_threads(1)
-    if "emulate" in settings:
+    if "emulate" in settings or "box" in settings:
         cores.go_first()  # it must not be late because others compute
     if "box" in settings:
         cores.hurry_communication()
-        cores.go_first()
     elif not torch.cuda.is_available():
         local = int(os.environ.get("LOCAL_RANK", "0"))
         if "emulate" in settings:
@@ -72,12 +71,11 @@ def run_rank(settings: dict[str, Any]) -> NoReturn:
     script = Path(settings["script"])
     _watch_time(settings["timeout_s"], stages, script)
     with listening(stages.marks):
-        run_script(script, settings["arguments"])
-    refuse(_ended_early(script, stages))
+        run_script(script, settings["arguments"], stages)
 
 
-def run_script(script: Path, arguments: list[str]) -> None:
-    """Run a script as Python's command line does; end the process where it fails."""
+def run_script(script: Path, arguments: list[str], stages: Any) -> NoReturn:
+    """Run a script as Python's command line does, and end the process: where it ends by itself, it was not measured."""
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))  # nothing of it may come before what this process itself imports
     try:
@@ -93,18 +91,14 @@ def run_script(script: Path, arguments: list[str]) -> None:
     except BaseException as error:
         print_own_traceback(error)
         refuse(error_text(error, script))
-
-
-def _ended_early(script: Path, stages: Any) -> str:
-    """Why a script that has ended was not measured."""
     if not stages.marks.kind:
-        return (
+        refuse(
             f"a script must train, but {script.name} ended without a step of an optimizer of torch.optim or of a "
             "profiler; if it has steps of another kind, call stepsight.step() at the end of each. Processes that it "
             "starts itself are not seen: start ranks with --nproc-per-node"
         )
     fewer = "--warmup, --rounds, --steps and --profile-steps" if stages.traced else "--warmup, --rounds and --steps"
-    return (
+    refuse(
         f"{script.name} must run at least {stages.needed} steps, but it ended after {stages.marks.count} (by "
         f"{stages.marks.kind}); have it run more, or ask for fewer with {fewer}"
     )
@@ -127,10 +121,10 @@ def leave() -> None:
 
 def _watch_time(limit_s: float, stages: Any, script: Path) -> None:
     """End a script that takes too long, and report its current line."""
-    thread, began = threading.get_ident(), time.monotonic()
+    thread = threading.get_ident()
 
     def watch() -> None:
-        time.sleep(max(0.0, began + limit_s - time.monotonic()))
+        time.sleep(limit_s)
         where = line_of_thread(thread, script)
         report(doing="waits", rank=stages.rank, at=where)
         time.sleep(_OTHERS_TELL_S)
