@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +25,11 @@ Shape = Sequence[int]
 Shapes = Sequence[Shape]
 Factors = tuple[tuple[tuple[Any, int], ...], ...]  # label and size of each factor of each dim of a tensor
 _NO_GRADIENT = frozenset({"add", "fill", "random", "sort"})  # forward ops without backward ops
+
+
+def no_ops(reads: Shapes, writes: Shapes) -> list[Op]:
+    """Of a call that only views or names tensors."""
+    return []
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class TensorCall:
     stage: int = 0  # pipeline stage
     origin: int = 0  # number of the call of the file that it comes from
     # signatures of its kernels, from the shapes of what it reads and writes
-    ops: Callable[[Shapes, Shapes], list[Op]] = lambda reads, writes: []
+    ops: Callable[[Shapes, Shapes], list[Op]] = no_ops
     known: bool = True  # whether a kind of op is known for it
 
 
@@ -105,7 +110,7 @@ def _product(settings: Mapping[str, Any], reads: Shapes, writes: Shapes) -> Layo
 
 def _permute(settings: Mapping[str, Any], reads: Shapes, writes: Shapes) -> Layout:
     dims = _aligned(reads[0], len(reads[0]))
-    return Layout((dims,), (tuple(dims[place] for place in settings["order"]),))
+    return Layout((dims,), (tuple(map(dims.__getitem__, settings["order"])),))
 
 
 def _reshape(settings: Mapping[str, Any], reads: Shapes, writes: Shapes) -> Layout:
@@ -224,26 +229,23 @@ def layout_of(call: TensorCall, reads: Shapes, writes: Shapes) -> Layout:
     return Layout(plain[0], plain[1], frozenset(range(next(labels))))
 
 
-def gradients_of(op: Op, inputs: Collection[str], weights: Collection[str]) -> Iterator[Op]:
+def gradients_of(op: Op, inputs: Collection[str], weights: Collection[str]) -> list[Op]:
     """Kernels of an op's backward: gradients of inputs that need them, and of weights."""
     kind, dims = op.kind, op.dims
+    found: list[tuple[str, tuple[int, ...]]] = []
     if kind in ("linear", "grouped_linear"):
-        if inputs:
-            yield Op(f"{kind}_dgrad", dims, op.dtype)
-        if weights:
-            yield Op(f"{kind}_wgrad", dims, op.dtype)
-        if len(weights) > 1:
-            yield Op("bias_grad", (dims[-3], dims[-2]), op.dtype)
+        found = [(f"{kind}_dgrad", dims)] * bool(inputs) + [(f"{kind}_wgrad", dims)] * bool(weights)
+        found += [("bias_grad", dims[-3:-1])] * (len(weights) > 1)
     elif kind == "batched_matmul":
         batch, m, n, k = dims
-        yield Op(kind, (batch, m, k, n), op.dtype)
-        yield Op(kind, (batch, k, n, m), op.dtype)
+        found = [(kind, (batch, m, k, n)), (kind, (batch, k, n, m))]
     elif kind == "conv":
-        yield Op("conv_backward", (*dims, int(bool(inputs))), op.dtype)
+        found = [("conv_backward", (*dims, int(bool(inputs))))]
     elif f"{kind}_backward" in OP_KINDS:
-        yield Op(f"{kind}_backward", dims, op.dtype)
+        found = [(f"{kind}_backward", dims)]
     elif kind not in _NO_GRADIENT:
-        yield Op("elementwise" if kind == "reduce" else kind, dims, op.dtype)
+        found = [("elementwise" if kind == "reduce" else kind, dims)]
+    return [Op(*each, op.dtype) for each in found]
 
 
 def matrix_product(left: Sequence[int], right: Sequence[int], dtype: str, *, transposed: bool = False) -> Op | None:

@@ -7,6 +7,7 @@ the inputs, tensor parallelism with the parameters of products, and what follows
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,8 +16,8 @@ from typing import Any, Generic
 import numpy as np
 
 from stepsight.dataset.base.errors import CaptureError
-from stepsight.dataset.tensors.calls import LINEAR, Factors, Layout, TensorCall, layout_of
-from stepsight.dataset.tensors.ranks import FORWARD, SUM, Spec, Step, TensorStep, add_ops, no_ops
+from stepsight.dataset.tensors.calls import LINEAR, Factors, Layout, TensorCall, layout_of, no_ops
+from stepsight.dataset.tensors.ranks import FORWARD, SUM, Spec, Step, TensorStep, add_ops
 
 _OUTERS = (1, 3, 2)  # parts that a product may make at once: queries, keys and values; gate and up
 _LOOK_AHEAD = 64  # calls
@@ -91,8 +92,8 @@ class Cutting(Generic[Step]):
 
     def _layout(self, place: int) -> Layout:
         if place not in self._layouts:
-            call, shapes = self._program.calls[place], self._whole
-            sides = ([shapes[name] for name in names] for names in (call.reads, call.writes))
+            call = self._program.calls[place]
+            sides = ([self._whole[name] for name in names] for names in (call.reads, call.writes))
             self._layouts[place] = layout_of(call, *sides)
         return self._layouts[place]
 
@@ -107,14 +108,14 @@ class Cutting(Generic[Step]):
             return tuple(have), (SUM,) * len(call.writes)
         if call.op == "adamw":
             return (have[0],) * 2, (have[0],)
-        options: dict[tuple[Any, int], int] = {}
+        options = Counter[tuple[Any, int]]()
         for name, dims, spec in zip(call.reads, layout.reads, have, strict=True):
             found = self._located(dims, spec, layout.whole) if isinstance(spec, tuple) and chosen is None else chosen
             if found is not None:
-                options[found] = options.get(found, 0) + math.prod(self._whole[name])
+                options[found] += math.prod(self._whole[name])
         if not options:
             return (None,) * len(have), (None,) * len(call.writes)
-        label, outer = max(options, key=lambda option: options[option])
+        label, outer = max(options, key=options.__getitem__)
         reads = tuple(_spec_of(dims, label, outer, None) for dims in layout.reads)
         return reads, tuple(_spec_of(dims, label, outer, SUM) for dims in layout.writes)
 
@@ -130,12 +131,11 @@ class Cutting(Generic[Step]):
 
     def _columns(self, place: int) -> _Plan | None:
         """The cut of a product's columns after which the fewest elements are sent until all is whole again."""
-        layout, best = self._layout(place), dict[tuple[Any, int], float]()
-        label, size = next((label, size) for label, size in layout.reads[1][-1] + layout.reads[1][-2] if label != "k")
-        for outer in _OUTERS:
-            if size % (outer * self._count) == 0:
-                best[label, outer] = self._sent_after(place, self._plan(place, self._specs, (label, outer)))
-        return self._plan(place, self._specs, min(best, key=lambda each: best[each])) if best else None
+        rows, columns = self._layout(place).reads[1][-2:]
+        label, size = next(factor for factor in (*columns, *rows) if factor[0] != "k")
+        outers = [outer for outer in _OUTERS if size % (outer * self._count) == 0]
+        plans = (self._plan(place, self._specs, (label, outer)) for outer in outers)
+        return min(plans, key=lambda plan: self._sent_after(place, plan), default=None)
 
     def _sent_after(self, place: int, plan: _Plan) -> float:
         specs, sent, calls = dict(self._specs), 0.0, self._program.calls
@@ -215,11 +215,10 @@ class Cutting(Generic[Step]):
         """Make a tensor whole: by a collective, or by adding or joining the parts of micro-batches."""
         parts = self._parts(name)
         at = {"dim": have[0], "outer": have[1]} if isinstance(have, tuple) else {}
-        op = "join" if at else "all_reduce"
         if self._axis or at:
+            joined = replace(plain, op="join" if at else "all_reduce", settings={**plain.settings, **at})
             late = plain.micro if self._axis else self._count - 1
-            self._calls.append(replace(plain, op=op, reads=tuple(parts), writes=(made,), micro=late,
-                                       settings={**plain.settings, **at}))  # fmt: skip
+            self._calls.append(replace(joined, reads=tuple(parts), writes=(made,), micro=late))
             return
         for micro in range(1, self._count):
             name = made if micro == self._count - 1 else f"{made} {micro}"
@@ -291,13 +290,13 @@ def _stages(program: TensorStep, stages: int) -> list[int]:
         crossing[origin + 1 : max(last.get(name, origin), origin) + 1] += math.prod(program.shapes[name])
     done = np.concatenate([[0.0], np.cumsum(flops + 1e-6 * flops.sum() / count)])
     done /= done[-1]
-    borders: list[int] = []
+    borders = [0]
     for stage in range(1, stages):
         near = np.flatnonzero(np.abs(done - stage / stages) < 0.3 / stages)
-        near = near[near > (borders[-1] if borders else 0)]
+        near = near[near > borders[-1]]
         if not len(near):
             raise CaptureError(
                 f"{stages} stages must each have near an equal share of the FLOP, which {count} calls do not give"
             )
         borders.append(int(min(near, key=lambda place: (crossing[place], abs(done[place] - stage / stages)))))
-    return [sum(border <= origin for border in borders) for origin in range(count)]
+    return [sum(border <= origin for border in borders[1:]) for origin in range(count)]

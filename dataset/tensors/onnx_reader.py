@@ -17,15 +17,7 @@ from stepsight.dataset.base.files import preset
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tensors.calls import POINTWISE, attention, matrix_product, norm, rows_of, streamed
 from stepsight.dataset.tensors.ranks import TensorStep
-from stepsight.dataset.tensors.readers import (
-    Found,
-    ModelReader,
-    Shape,
-    check_count,
-    check_names,
-    check_order,
-    named,
-)
+from stepsight.dataset.tensors.readers import Found, ModelReader, Shape, check_count, check_names, check_order, named
 from stepsight.dataset.traces.classify import DTYPES
 
 _OPS = preset("model_ops.toml")["onnx"]
@@ -33,6 +25,8 @@ _TYPES = {int(number): DTYPES[name] for number, name in _OPS["types"].items()}
 _STREAMED = {name: kind for kind, names in _OPS["kinds"].items() for name in names.split()}
 _VIEWS, _SAME, _LIKE_FIRST = (frozenset(_OPS[key].split()) for key in ("views", "same", "like_first"))
 _FLOATS = (1, 10, 11, 16)
+_NORMS = {"Softmax": "softmax", "LayerNormalization": "layer_norm", "RMSNormalization": "rms_norm"}
+_NORMS["SimplifiedLayerNormalization"] = "rms_norm"
 _SMALL = 1024  # elements of a constant that may be a shape
 _MOST = 2**23  # elements of all constants that are computed
 
@@ -177,14 +171,13 @@ class OnnxReader(ModelReader):
         """Find shapes that follow from values, which the inference of the whole graph does not know."""
         import onnx
 
-        if all(name in self.shapes for name in writes) or not all(name in self.shapes for name in reads):
+        if {*writes} <= self.shapes.keys() or not {*reads} <= self.shapes.keys():
             return
         try:
             schema = onnx.defs.get_schema(node.op_type, self._opsets.get(node.domain, 1), node.domain)
             types = {name: onnx.helper.make_tensor_type_proto(self._types[name], self.shapes[name]) for name in reads}
-            data = {
-                name: onnx.numpy_helper.from_array(self.constants[name]) for name in reads if name in self.constants
-            }
+            known = {*reads} & self.constants.keys()
+            data = {name: onnx.numpy_helper.from_array(self.constants[name]) for name in known}
             found = onnx.shape_inference.infer_node_outputs(schema, node, types, data)
         except onnx.shape_inference.InferenceError as error:
             told = " ".join(str(error).split())
@@ -200,11 +193,8 @@ class OnnxReader(ModelReader):
         from onnx.reference import ReferenceEvaluator
 
         numel = sum(math.prod(self.shapes.get(name, (_MOST + 1,))) for name in writes)
-        if (
-            numel > self._left
-            or _STREAMED.get(node.op_type) == "random"
-            or not all(name in self.constants for name in reads)
-        ):
+        is_random = _STREAMED.get(node.op_type) == "random"
+        if numel > self._left or is_random or not {*reads} <= self.constants.keys():
             return False
         try:
             found = ReferenceEvaluator(node).run(None, {name: self.constants[name] for name in reads})
@@ -232,17 +222,15 @@ class OnnxReader(ModelReader):
         if kind == "Transpose":
             return "permute", {"order": tuple(settings.get("perm") or range(rank)[::-1])}, reads
         if kind in ("Split", "Concat"):
-            kept = reads[:1] if kind == "Split" else reads
-            return kind.lower(), {"axis": settings.get("axis", 0) % rank}, kept
+            return kind.lower(), {"axis": settings.get("axis", 0) % rank}, reads[:1] if kind == "Split" else reads
         if kind in ("Slice", "Gather") and (index := self._index(kind, settings, reads[1:], rank)):
             return "index", {"index": index}, reads[:1]
         if kind == "Gather" and settings.get("axis", 0) == 0 and rank == 2:
             return "embedding", {}, reads
-        if kind in ("Softmax", "LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"):
+        if kind in _NORMS:
             axis = settings.get("axis", -1) % rank
             axes = (axis,) if kind == "Softmax" else tuple(range(axis, rank))
-            op = "softmax" if kind == "Softmax" else "layer_norm" if kind == "LayerNormalization" else "rms_norm"
-            return op, {"axes": axes, "epsilon": settings.get("epsilon", 1e-5)}, reads
+            return _NORMS[kind], {"axes": axes, "epsilon": settings.get("epsilon", 1e-5)}, reads
         if kind in ("ReduceMean", "ReduceSum", "ReduceMax"):
             reduced = settings.get("axes") or (self.constants[reads[1]].tolist() if len(reads) > 1 else range(rank))
             how = kind.removeprefix("Reduce").lower()
@@ -252,7 +240,7 @@ class OnnxReader(ModelReader):
 
     def _index(self, kind: str, settings: Mapping[str, Any], reads: Sequence[str], rank: int) -> tuple[Any, ...]:
         """The constant index of a slice or gather; empty if it is not constant."""
-        if not all(name in self.constants for name in reads):
+        if not {*reads} <= self.constants.keys():
             return ()
         index: list[Any] = [slice(None)] * rank
         values = [self.constants[name].tolist() for name in reads]

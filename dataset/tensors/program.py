@@ -46,8 +46,8 @@ def read_step(path: Path, dims: Mapping[str, int] | None, precision: str, *, who
     check_counts(2**31, **(dims or {}))
     with named(path.name):
         reader = READERS[path.suffix.lower()](path, dims or {})
-        step = replace(reader.read(), precision=precision)
-        step = replace(step, dtype=precision or step.dtype)
+        step = reader.read()
+        step = replace(step, precision=precision, dtype=precision or step.dtype)
         check_sizes((op for call in step.calls for op in ops_of(step, call)), "a model")
     for name, node in list(reader.unshaped.items())[:1]:
         if whole:
@@ -93,19 +93,24 @@ class TensorProgram(TensorStep):
     def replicate(self, count: int) -> TensorProgram:
         """Data parallelism: each of ``count`` replicas takes its part of the batch; gradients are all-reduced."""
         check_counts(replicas=count)
-        return Cutting(self, count, self._axis("dp"), batch=True).program() if count > 1 else self
+        return self._cut(count, "dp", batch=True)
 
     def split(self, count: int) -> TensorProgram:
         """Tensor parallelism: products, and what follows them, are cut into ``count`` parts by columns and rows."""
         check_counts(parts=count)
-        return Cutting(self, count, self._axis("tp"), batch=False).program() if count > 1 else self
+        return self._cut(count, "tp", batch=False)
+
+    def _cut(self, count: int, axis: str, *, batch: bool) -> TensorProgram:
+        names = itertools.chain([axis], (f"{axis}_{number}" for number in itertools.count(2)))
+        axis = axis and next(each for each in names if each not in self.axes)
+        return Cutting(self, count, axis, batch=batch).program() if count > 1 else self
 
     def micro_batches(self, count: int) -> TensorProgram:
         """Parts of the batch one after the other on the same rank; gradients are accumulated."""
         check_counts(micro_batches=count)
         if count > 1 < self.num_micro:
             raise CaptureError(f"micro-batches must be cut once, got {count} after {self.num_micro}")
-        return replace(Cutting(self, count, "", batch=True).program(), num_micro=count) if count > 1 else self
+        return replace(self._cut(count, "", batch=True), num_micro=count) if count > 1 else self
 
     def cut(self, stages: int, micro_batches: int = 1) -> TensorProgram:
         """Pipeline parallelism: consecutive calls become ``stages`` of about equal FLOP, which pass tensors on."""
@@ -114,10 +119,6 @@ class TensorProgram(TensorStep):
         if self.num_stages > 1 < stages:
             raise CaptureError(f"stages must be cut once, got {stages} after {self.num_stages}")
         return staged(program, stages) if stages > 1 else program
-
-    def _axis(self, name: str) -> str:
-        names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
-        return next(each for each in names if each not in self.axes)
 
     def with_training(self) -> TensorProgram:
         """The program with gradients of all parameters and their AdamW step.

@@ -15,7 +15,7 @@ from stepsight.dataset.capture.record_graph import COMPOSITE, FORM, CapturedRank
 from stepsight.dataset.graph.columns import PHASES
 from stepsight.dataset.graph.program import COLLECTIVE, OP
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Op
-from stepsight.dataset.tensors.calls import UNSAVED, Array, Shapes, TensorCall, gradients_of, streamed
+from stepsight.dataset.tensors.calls import UNSAVED, Array, Shapes, TensorCall, gradients_of, no_ops, streamed
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 _FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20  # bucket sizes of DDP in bytes: the first one, and all others
@@ -256,11 +256,6 @@ class TensorStep:
         return self.num_stages * math.prod(self.axes.values())
 
 
-def no_ops(reads: Shapes, writes: Shapes) -> list[Op]:
-    """Of a call that only views or names tensors."""
-    return []
-
-
 def add_ops(reads: Shapes, writes: Shapes, dtype: str = "fp32") -> list[Op]:
     """Of an addition."""
     return [op for op in [streamed("add", writes[0], dtype)] if op]
@@ -275,8 +270,8 @@ def with_backward(program: Step) -> Step:
     if not program.parameters:
         raise CaptureError("a model must have parameters to be trained, got none: use its forward (--inference)")
     if program.world_size * program.num_micro > 1 or program.gradients:
-        raise CaptureError("a program must be trained before it is transformed, got one on "
-                           f"{program.world_size} ranks with {len(program.gradients)} gradients")  # fmt: skip
+        got = f"got one on {program.world_size} ranks with {len(program.gradients)} gradients"
+        raise CaptureError(f"a program must be trained before it is transformed, {got}")
     wanted, shapes = set(program.parameters), dict(program.shapes)
     for call in program.calls:
         if wanted & {*call.reads}:
@@ -292,16 +287,15 @@ def with_backward(program: Step) -> Step:
         return names
 
     for call in reversed(program.calls):
-        of_reads = [name in wanted for name in call.reads]
-        if not any(of_reads) or not any(name in found for name in call.writes):
+        made = [name for name in call.reads if name in wanted]
+        if not made or not found.keys() & {*call.writes}:
             continue
         for name in call.writes:
             if name not in found:
                 (found[name],) = add(call, "zeros", [name], [name], settings={}, ops=no_ops)
-        saved = 0 if call.op in UNSAVED and all(of_reads) else len(call.reads)
-        settings = {"of": call, "saved": saved, "wanted": tuple(of_reads)}
+        saved = 0 if call.op in UNSAVED and len(made) == len(call.reads) else len(call.reads)
+        settings = {"of": call, "saved": saved, "wanted": tuple(name in wanted for name in call.reads)}
         settings["parameters"] = tuple(name in program.parameters for name in call.reads)
-        made = [name for name, is_wanted in zip(call.reads, of_reads, strict=True) if is_wanted]
         reads = [*call.reads[:saved], *(found[name] for name in call.writes)]
         for name, gradient in zip(made, add(call, "vjp", reads, made, settings=settings), strict=True):
             if name in found:
@@ -322,8 +316,8 @@ def with_replicas(program: Step, count: int) -> Step:
     for call in program.calls:
         reads = tuple(whole.get(name, name) for name in call.reads) if call.op == "adamw" else call.reads
         calls.append(replace(call, reads=reads))
-        calls += [replace(call, op="all_reduce", reads=(name,), writes=(whole[name],), settings=settings, ops=no_ops)
-                  for name in call.writes if name in whole]  # fmt: skip
+        reduced = replace(call, op="all_reduce", settings=settings, ops=no_ops)
+        calls += [replace(reduced, reads=(name,), writes=(whole[name],)) for name in call.writes if name in whole]
     shapes = {**program.shapes, **{made: program.shapes[name] for name, made in whole.items()}}
     gradients = {parameter: whole[name] for parameter, name in program.gradients.items()}
     return replace(program, calls=tuple(calls), shapes=shapes, gradients=gradients, axes={"dp": count})
@@ -334,9 +328,8 @@ def _updated(program: Step) -> Step:
     shapes, calls, gradients = dict(program.shapes), list(program.calls), program.gradients
     first = {name: call for call in reversed(program.calls) for name in call.reads}
     for name, gradient in gradients.items():
-        shapes[f"new {name}"] = shapes[name]
-        call = TensorCall("adamw", (name, gradient), (f"new {name}",), phase=OPTIMIZER, origin=first[name].origin)
-        calls.append(call)
+        shapes[f"new {name}"], origin = shapes[name], first[name].origin
+        calls.append(TensorCall("adamw", (name, gradient), (f"new {name}",), phase=OPTIMIZER, origin=origin))
     outputs = {**program.outputs, **{f"new {name}": f"new {name}" for name in gradients}}
     outputs |= {f"gradient of {name}": gradient for name, gradient in gradients.items()}
     inputs = (*program.inputs, *program.seeds)

@@ -14,12 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.pipelining import stage as _stage
-from torch.distributed.pipelining._utils import (
-    _derive_grad_metas,
-    _StageBackwardMeta,
-    _StageForwardMeta,
-    _TensorMeta,
-)
+from torch.distributed.pipelining._utils import _derive_grad_metas, _StageBackwardMeta, _StageForwardMeta, _TensorMeta
 
 from ..base.patching import always, patch
 from .collectives import BACKEND, WHOLE, Collectives, Group

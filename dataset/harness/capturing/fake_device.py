@@ -79,7 +79,8 @@ def install_device(local_size: int, recorder: Recorder) -> None:
     patch(torch.version, cuda="12.8")
     followed = {
         "Stream": Stream, "Event": Event, "stream": StreamContext, "StreamContext": StreamContext,
-        "current_stream": current_stream, "default_stream": default_stream, "synchronize": synchronize,
+        "current_stream": current_stream, "default_stream": lambda device=None: Stream(name=COMPUTE),
+        "synchronize": lambda device=None: recorder.wait_on_host(None, "synchronize", 0),
     }  # fmt: skip
     patch(torch.cuda, **followed)
     patch(torch.cpu, **{name: _other(value) for name, value in followed.items()})
@@ -101,8 +102,8 @@ class Stream:
     """Replaces ``torch.cuda.Stream``."""
 
     def __init__(self, device: Any = None, priority: int = 0, *, name: str = "", **more: Any) -> None:
-        self.name = name or next(_worlds[0].stream_names)
-        self.priority, self.device, self.cuda_stream, self.stream_id = priority, device, id(self), id(self)
+        self.name, self.priority, self.device = name or next(_worlds[0].stream_names), priority, device
+        self.cuda_stream = self.stream_id = id(self)
         self._outer: list[str] = []
 
     def wait_stream(self, other: Stream) -> None:
@@ -120,8 +121,7 @@ class Stream:
     def synchronize(self) -> None:
         _worlds[0].wait_on_host(self.name, "stream synchronize", 0)
 
-    def query(self) -> bool:
-        return True
+    query = always(True)
 
     def __enter__(self) -> Stream:
         self._outer.append(_worlds[0].stream)
@@ -154,11 +154,7 @@ class Event:
     def synchronize(self) -> None:
         _worlds[0].wait_on_host(_worlds[0].stream, "event synchronize", 0)
 
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: Event) -> float:
-        return 1.0
+    query, elapsed_time = always(True), always(1.0)
 
 
 class StreamContext:
@@ -177,16 +173,6 @@ class StreamContext:
 def current_stream(device: Any = None) -> Stream:
     """The current stream."""
     return Stream(name=_worlds[0].stream)
-
-
-def default_stream(device: Any = None) -> Stream:
-    """The stream on which a script computes by default."""
-    return Stream(name=COMPUTE)
-
-
-def synchronize(device: Any = None) -> None:
-    """Make the host wait for all streams."""
-    _worlds[0].wait_on_host(None, "synchronize", 0)
 
 
 def install_corrections(world: FakeWorld, *, on_host: bool = False) -> None:
@@ -229,7 +215,7 @@ def install_corrections(world: FakeWorld, *, on_host: bool = False) -> None:
     # DDP's one-time work in the second step is not recorded, nor how DTensor finds shapes by ops on full-size tensors.
     reducer, propagator = torch._C._distributed_c10d.Reducer, _sharding_prop.ShardingPropagator
     for owner, name in ((reducer, "_rebuild_buckets"), (propagator, "_propagate_tensor_meta_non_cached")):
-        patch(owner, **{name: _unrecorded(world, getattr(owner, name))})
+        patch(owner, **{name: world.recorder.paused()(getattr(owner, name))})
     patch(_sharding_prop, _are_we_tracing=lambda: False)
 
 
@@ -261,16 +247,6 @@ def _one_process() -> None:
     patch(DataLoader, __init__=init)
     patch(BaseProcess, start=start)
     patch(os, fork=start, forkpty=start)
-
-
-def _unrecorded(world: FakeWorld, function: Any) -> Any:
-    """A function that runs without being recorded."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with world.recorder.paused():
-            return function(*args, **kwargs)
-
-    return run
 
 
 def _mixed_precision(world: FakeWorld) -> None:
@@ -337,10 +313,9 @@ def _composite_ops(world: FakeWorld) -> None:
         finally:
             world.composite = outer
             reads, writes, scopes = inside
-            if outer is not None:
-                for mine, theirs in zip(outer, inside, strict=True):
-                    mine.extend(theirs)
-            elif writes:
+            for mine, theirs in zip(outer or (), inside, strict=False):
+                mine.extend(theirs)
+            if outer is None and writes:
                 work = world.recorder.work((COMPOSITE, kind, tuple(dims), annotate.DTYPE_NAMES[dtype]))
                 world.recorder.add((OP, work, -1, kind), reads, writes, scopes[0])
 
