@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -211,13 +210,16 @@ class Peers:
     def __init__(self, ranks: Sequence[int], rank: int, name: str, store: Any) -> None:
         self.ranks, self.index = list(ranks), ranks.index(rank)
         self._name, self._store = name, store
+        self._gloo: Any = None
 
-    @cached_property
+    @property
     def gloo(self) -> Any:
-        """The process group of gloo."""
-        store = dist.PrefixStore(self._name, self._store)  # type: ignore[attr-defined]
-        with cores.any_core():
-            return dist.ProcessGroupGloo(store, self.index, len(self.ranks), _FOREVER)
+        """The process group of gloo; no ``cached_property``, whose lock all of them would share."""
+        if self._gloo is None:
+            store = dist.PrefixStore(self._name, self._store)  # type: ignore[attr-defined]
+            with cores.any_core():
+                self._gloo = dist.ProcessGroupGloo(store, self.index, len(self.ranks), _FOREVER)
+        return self._gloo
 
     def agree(self, now: float, seconds: float, what: str) -> tuple[float, float]:
         """Wait for all of them to call the same; return the time of the last one, and the longest of their delays."""
