@@ -66,8 +66,7 @@ class Delays:
             size, seconds = known[min(after, len(known) - 1)]
             return seconds * num_bytes / size
         (small, short), (large, long) = known[after - 1 : after + 1]
-        part = math.log(num_bytes / small) / math.log(large / small)
-        return math.exp((1 - part) * math.log(short) + part * math.log(long))
+        return short * (long / short) ** (math.log(num_bytes / small) / math.log(large / small))
 
 
 class AskedDelays:
@@ -308,17 +307,16 @@ def world(run: dict[str, Any], device: torch.device) -> Iterator[None]:
 
 def enter(world: World) -> None:
     """Make process groups of the backend ``STAND_IN`` belong to a world, from now on."""
+
+    def make_group(options: Any, _: Any) -> Group:
+        ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+        several = len({*_worlds[-1].real}.intersection(ranks)) > 1
+        if several and _worlds[-1].spinner is not None:
+            raise HarnessError(
+                "several real ranks must compute on CPUs: hide the GPU (CUDA_VISIBLE_DEVICES=''), or run one"
+            )
+        return (RealRanksGroup if several else Group)(options.group_rank, ranks, options.group_id, _worlds[-1])
+
     if not hasattr(dist.Backend, STAND_IN.upper()):
-        dist.Backend.register_backend(STAND_IN, _make_group, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(STAND_IN, make_group, extended_api=True, devices=["cpu", "cuda"])
     _worlds.append(world)
-
-
-def _make_group(options: Any, _: Any) -> Group:
-    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    real = set(_worlds[-1].real).intersection(ranks)
-    if len(real) > 1 and _worlds[-1].spinner is not None:
-        raise HarnessError(
-            "several real ranks must compute on CPUs: hide the GPU (CUDA_VISIBLE_DEVICES=''), or run one"
-        )
-    kind = RealRanksGroup if len(real) > 1 else Group
-    return kind(options.group_rank, ranks, options.group_id, _worlds[-1])

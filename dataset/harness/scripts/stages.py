@@ -28,7 +28,7 @@ from ..base.atomic_files import write_json
 from ..base.collective_calls import STAND_IN, barrier
 from ..base.patching import patch
 from ..emulation.clocks import HostClock, Peers, Spinner, VirtualClock
-from ..emulation.stand_in import AskedDelays, DelayModel, World, enter
+from ..emulation.stand_in import AskedDelays, World, enter
 from ..measuring.timing import StepClock, StepTracer
 from ..running.workers import FILE, report
 from .launch import PIPES
@@ -78,7 +78,7 @@ class Stages:
             report(doing=f"round {number + 1}/{wanted['rounds']}", rank=self.rank)
             self._meet()
             if number == 0 and world is not None:
-                world.forget()
+                world.calls.clear()
             elif number == 0 and "box" not in wanted and "WORLD_SIZE" not in os.environ:
                 cores.compute_in_real_time()
             clock = StepClock(device(), world.now if world is not None else time.perf_counter)
@@ -128,17 +128,17 @@ def device() -> torch.device:
 class EmulatedWorld:
     """The world of an emulated script, and its rank's communication.
 
-    ``settings`` are ``ranks`` (the real ones), ``devices_per_node`` and ``virtual``.  Without
-    ``delays`` of collectives, who started this process tells them.
+    ``settings`` are ``ranks`` (the real ones), ``devices_per_node`` and ``virtual``.  Who started this process tells
+    the delays of collectives.
     """
 
-    def __init__(self, settings: dict[str, Any], delays: DelayModel | None = None) -> None:
-        questions, answers = os.environ.get(PIPES, ",").split(",")
-        self._delays = delays or AskedDelays(os.fdopen(int(questions), "wb"), os.fdopen(int(answers), "rb"))
+    def __init__(self, settings: dict[str, Any]) -> None:
+        questions, answers = map(int, os.environ[PIPES].split(","))
+        self._delays = AskedDelays(os.fdopen(questions, "wb"), os.fdopen(answers, "rb"))
         self.clock = VirtualClock() if settings["virtual"] else HostClock()
         if isinstance(self.clock, VirtualClock):
             self.clock.install()
-        self._calls: Counter[tuple[str, int, int, int]] = Counter()
+        self.calls = Counter[tuple[str, int, int, int]]()
         cuda = torch.cuda.is_available() and not settings["virtual"]
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         real, spinner = settings["ranks"], Spinner() if cuda else None
@@ -156,7 +156,7 @@ class EmulatedWorld:
 
     def seconds(self, kind: str, num_bytes: int, group_size: int, ranks_per_node: int) -> float:
         """Seconds of one collective, which is counted."""
-        self._calls[kind, num_bytes, group_size, ranks_per_node] += 1
+        self.calls[kind, num_bytes, group_size, ranks_per_node] += 1
         return self._delays.seconds(kind, num_bytes, group_size, ranks_per_node)
 
     def now(self) -> float:
@@ -175,16 +175,12 @@ class EmulatedWorld:
             if isinstance(self.clock, VirtualClock):
                 self.clock.wait_until(latest)
 
-    def forget(self) -> None:
-        """Reset the counts of collectives."""
-        self._calls.clear()
-
     def collectives(self) -> list[dict[str, Any]]:
         """What was counted: ``calls``, and the modelled ``seconds`` of each."""
         names = ("kind", "num_bytes", "group_size", "ranks_per_node")
         return [
             {**dict(zip(names, key, strict=True)), "calls": calls, "seconds": self._delays.seconds(*key)}
-            for key, calls in self._calls.most_common()
+            for key, calls in self.calls.most_common()
         ]
 
 
@@ -238,31 +234,28 @@ def annotate_compiled() -> None:
     """
     plain = torch.compile
 
+    def kept(options: dict[str, Any]) -> dict[str, Any] | None:
+        given = {name for name, value in options.items() if value not in (None, False)}
+        if given <= {"backend", "fullgraph", "dynamic"}:
+            return {name: options[name] for name in ("fullgraph", "dynamic") if name in options}
+        return None
+
+    def annotate_region(region: Any, made: Any) -> None:
+        """Wrap the compiled functions of a region."""
+        call = getattr(made, "current_callable", None)
+        space = getattr(call, "__globals__", None) or getattr(getattr(call, "__func__", None), "__globals__", {})
+        told: dict[str, list[tuple[int, ...]]] = {}
+        for launch, dims in zip(region.launches, region.dims, strict=True):
+            told.setdefault(launch.call, []).append(dims)
+        space.update({name: _annotated(space[name], told[name]) for name in told if callable(space.get(name))})
+
     def compile_(*args: Any, **kwargs: Any) -> Any:
         from ..regions.inductor import compiling_backend, replace_compile  # at the first call: it takes a second
 
-        replace_compile(plain, lambda: compiling_backend(_annotate), _kept)
+        replace_compile(plain, lambda: compiling_backend(annotate_region), kept)
         return torch.compile(*args, **kwargs)
 
     patch(torch, compile=compile_)
-
-
-def _kept(options: dict[str, Any]) -> dict[str, Any] | None:
-    given = {name for name, value in options.items() if value not in (None, False)} - {"backend"}
-    plain = given <= {"fullgraph", "dynamic"}
-    return {name: options[name] for name in ("fullgraph", "dynamic") if name in options} if plain else None
-
-
-def _annotate(region: Any, made: Any) -> None:
-    """Wrap the compiled functions of a region."""
-    call = getattr(made, "current_callable", None)
-    space = getattr(call, "__globals__", None) or getattr(getattr(call, "__func__", None), "__globals__", {})
-    told: dict[str, list[tuple[int, ...]]] = {}
-    for launch, dims in zip(region.launches, region.dims, strict=True):
-        told.setdefault(launch.call, []).append(dims)
-    for name, calls in told.items():
-        if callable(space.get(name)):
-            space[name] = _annotated(space[name], calls)
 
 
 def _annotated(kernel: Callable[..., Any], dims: Sequence[tuple[int, ...]]) -> Callable[..., Any]:
