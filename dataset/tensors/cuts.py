@@ -104,7 +104,7 @@ class Cutting(Generic[Step]):
         given = have[call.settings.get("saved", 0) if call.op == "vjp" else 0 :]
         of = call.settings["of"].op if call.op == "vjp" else call.op
         values = have[: len(have) - len(given)]
-        if given and all(spec == SUM for spec in given) and of in LINEAR and not any(map(bool, values)):
+        if given and {*given} == {SUM} and of in LINEAR and not any(values):
             return tuple(have), (SUM,) * len(call.writes)
         if call.op == "adamw":
             return (have[0],) * 2, (have[0],)

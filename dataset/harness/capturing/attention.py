@@ -38,10 +38,9 @@ class _Call(NamedTuple):
 
     def _shared(self, backend: SDPBackend) -> dict[str, bool]:
         """Rules for all fused kernels, and whether the call keeps each."""
-        q, k, v = self[:3]
+        (q, k, v), is_efficient = self[:3], backend == SDPBackend.EFFICIENT_ATTENTION
         heads, of_keys, of_values = (each.shape[1] for each in (q, k, v))
-        is_gqa = self.gqa and backend != SDPBackend.EFFICIENT_ATTENTION
-        types = _HALF if backend != SDPBackend.EFFICIENT_ATTENTION else (*_HALF, torch.float32)
+        is_gqa, types = self.gqa and not is_efficient, (*_HALF, *([torch.float32] if is_efficient else []))
         given = [q, k, v] if self.mask is None else [q, k, v, self.mask]
         return {
             f"queries must be of one of {', '.join(str(each)[6:] for each in types)}, got {str(q.dtype)[6:]}": q.dtype

@@ -49,9 +49,8 @@ class Collectives:
 
     def start(self) -> None:
         """Number the collectives of each group from 0."""
-        self._numbers.clear()
-        self._newest.clear()
-        self.issued.clear()
+        for table in (self._numbers, self._newest, self.issued):
+            table.clear()
 
     def issue(self, call: Call, where: tuple[str, str, tuple[int, ...]]) -> Any:
         """Record a collective, on the current stream or on NCCL's own; return the handle for a wait.

@@ -50,15 +50,6 @@ def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> No
 
     patch(builder, wrap_to_fake_tensor_and_record=wrap)
 
-    def read(graph: Any, example_inputs: Any, **options: Any) -> Region:
-        try:
-            return read_region(graph, example_inputs, on_device=not on_host, **options)
-        except HarnessError as error:
-            if on_host:
-                raise
-            world.recorder.note(f"a compiled region is fused as for a CPU: {error!s:.300}")
-            return read_region(graph, example_inputs, **options)
-
     def inner(graph: Any, example_inputs: Any, **options: Any) -> Any:
         if not any(node.op == "call_function" for node in graph.graph.nodes):
             return eager(graph)
@@ -68,11 +59,15 @@ def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> No
         if any(isinstance(size, torch.SymInt) for size in sizes):
             world.recorder.note("a compiled region runs as it is written: its shapes are marked as dynamic")
             return eager(graph)
-        try:
-            with _disable_current_modes():
-                region = read(graph, example_inputs, **options)
-        except HarnessError as error:
-            world.recorder.note(f"a compiled region runs as it is written: {error!s:.300}")
+        for on_device in (False,) if on_host else (True, False):
+            try:
+                with _disable_current_modes():
+                    region = read_region(graph, example_inputs, on_device=on_device, **options)
+                break
+            except HarnessError as error:
+                instead = "is fused as for a CPU" if on_device else "runs as it is written"
+                world.recorder.note(f"a compiled region {instead}: {error!s:.300}")
+        else:
             return eager(graph)
         return eager(_Region(world, graph, region, (_host_calls if on_host else _device_calls)(region)))
 
@@ -82,9 +77,8 @@ def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> No
 
     def kept(options: dict[str, Any]) -> dict[str, Any] | None:
         """A region is read for the shapes of each call, so that its ops have sizes."""
-        if options.get("disable"):
-            return None
-        return {"dynamic": False, "fullgraph": bool(on_host and options.get("fullgraph"))}
+        full = bool(on_host and options.get("fullgraph"))
+        return None if options.get("disable") else {"dynamic": False, "fullgraph": full}
 
     replace_compile(plain, lambda: backend, kept)
 
@@ -183,7 +177,9 @@ class _Region:
                 writes = {access.buffer for each in loops for access in self._loops[each].writes}
                 what = (OP, recorder.work(work), -1, name)
                 recorder.add(what, storages.of(reads - writes), storages.of(writes), scope)
-            storages.free(name for name in loop.buffers if self._last_use[name] <= place)
+            for name in loop.buffers:
+                if self._last_use[name] <= place:
+                    storages.own.pop(name, None)
         return outputs
 
     def _library(self, place: int, loop: Loop, storages: _Storages, scope: Any) -> None:
@@ -235,7 +231,7 @@ class _Storages:
         given = zip(region.inputs, arguments, strict=False)
         made = zip(region.outputs, (each for each in outputs if isinstance(each, Tensor)), strict=False)
         self._kept = {name: storage_of(each) for name, each in (*given, *made) if isinstance(each, Tensor)}
-        self._own: dict[str, Any] = {}
+        self.own: dict[str, Any] = {}  # of those between kernels
 
     def of(self, names: Iterable[str]) -> Iterator[Any]:
         """Storages of buffers."""
@@ -243,11 +239,6 @@ class _Storages:
             if name in self._kept:
                 yield self._kept[name]
             elif self._bytes.get(name, 0):
-                if name not in self._own:
-                    self._own[name] = storage_of(torch.empty(self._bytes[name], dtype=torch.uint8))
-                yield self._own[name]
-
-    def free(self, names: Iterable[str]) -> None:
-        """Give up buffers that are used no more."""
-        for name in list(names):
-            self._own.pop(name, None)
+                if name not in self.own:
+                    self.own[name] = storage_of(torch.empty(self._bytes[name], dtype=torch.uint8))
+                yield self.own[name]

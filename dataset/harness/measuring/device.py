@@ -107,10 +107,8 @@ class Watch:
 
     def _read(self, lines: IO[str]) -> None:
         with lines:
-            for line in lines:
-                sample = parse(line)
-                if sample is not None:
-                    self._samples.append((time.monotonic(), sample))
+            for sample in filter(None, map(parse, lines)):
+                self._samples.append((time.monotonic(), sample))
 
     def since(self, begin: float) -> list[Sample]:
         """Return the samples that came after ``begin`` (monotonic seconds)."""
