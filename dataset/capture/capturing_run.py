@@ -140,21 +140,16 @@ def _run(request: CaptureRequest, rank: int, **more: Any) -> dict[str, Any]:
 
 def _ended(request: CaptureRequest, rank: int, paths: Mapping[str, Path]) -> tuple[str, str]:
     """Run the process of a rank and its children to the end; return the exit status and the last line of output."""
-    command, stack = [sys.executable, "-P", "-m", MODULE, str(paths["request"])], paths["stack"]
+    command = [sys.executable, "-P", "-m", MODULE, str(paths["request"])]
     with paths["log"].open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             code = process.wait(request.timeout_s)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGUSR1)  # on which it writes its stack
-            until = time.monotonic() + STACK_S
-            while time.monotonic() < until and not stack.stat().st_size and process.poll() is None:
-                time.sleep(0.05)
-            line = _own_line(stack, request.script)
+            at = _line_of_stack(process, request.script, paths["stack"])
             raise CaptureError(
-                f"rank {rank} did not finish its steps within {request.timeout_s:g} s"
-                f"{line and f' (it is at {request.script.name}{line})'}: capture a smaller step, or allow more with "
-                "--timeout"
+                f"rank {rank} did not finish its steps within {request.timeout_s:g} s{at}: capture a smaller step, or "
+                "allow more with --timeout"
             ) from None
         finally:
             with suppress(ProcessLookupError):
@@ -162,6 +157,16 @@ def _ended(request: CaptureRequest, rank: int, paths: Mapping[str, Path]) -> tup
             process.wait()
     lines = paths["log"].read_text("utf-8", "replace").strip().splitlines()
     return how_ended(code), (lines[-1][:300] if lines else NO_OUTPUT)
+
+
+def _line_of_stack(process: subprocess.Popen[bytes], script: Path, stack: Path) -> str:
+    """The line of the script that runs now: the process is asked to write its stack."""
+    process.send_signal(signal.SIGUSR1)
+    until = time.monotonic() + STACK_S
+    while time.monotonic() < until and not stack.stat().st_size and process.poll() is None:
+        time.sleep(0.05)
+    line = _own_line(stack, script)
+    return line and f" (it is at {script.name}{line})"
 
 
 def _own_line(stack: Path, script: Path) -> str:
