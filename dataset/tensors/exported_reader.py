@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
+import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,9 @@ _OPS = preset("model_ops.toml")["exported"]
 _TYPES = {int(number): name for number, name in _OPS["types"].items()}  # in the words of torch's profiler
 _SAME = frozenset(_OPS["same"].split())
 _VIEWS = frozenset([*NAMES["weightless"].split(), "lift_fresh_copy"])
+_SYMBOL = re.compile(r"(?:Symbol\(')?([a-z]\w*)(?:'[^()]*\))?")  # of one dimension
+_OF_SIZES: dict[str, Callable[[list[int]], int]] = {"Mul": math.prod, "Add": sum, "Max": max, "Min": min}
+_OF_SIZES["FloorDiv"] = lambda pair: pair[0] // max(pair[1], 1)
 _EPSILON = float(np.finfo(np.float32).eps)  # of a norm that states none
 
 
@@ -59,12 +64,27 @@ class ExportedReader(ModelReader):
     def __init__(self, tree: Mapping[str, Any], dims: Mapping[str, int]) -> None:
         super().__init__()
         module = tree["graph_module"]
-        self._graph, self._dims = module["graph"], dims
+        self._graph = module["graph"]
         values = self._graph["tensor_values"].items()
+        self._symbols: dict[str, int] = {}
+        self._keep_symbols(dims)
         self.shapes = {name: tuple(map(self._size, meta["sizes"])) for name, meta in values}
         self._types = {name: _TYPES.get(meta["dtype"], "float") for name, meta in values}
         self._specs = module["signature"]["input_specs"]
         self.parameters = frozenset(spec["parameter"]["arg"]["name"] for spec in self._specs if "parameter" in spec)
+
+    def _keep_symbols(self, dims: Mapping[str, int]) -> None:
+        """Keep the sizes of dynamic dimensions; of those that are not given the user is told which one was taken."""
+        for name in (name for given in self._graph["inputs"] for name in _tensors_of(given)):
+            for place, size in enumerate(self._graph["tensor_values"][name]["sizes"]):
+                found = _SYMBOL.fullmatch(size.get("as_expr", {}).get("expr_str", "-"))
+                if found is None or found[1] in self._symbols:
+                    continue
+                symbol = found[1]
+                self._symbols[symbol] = taken = dims.get(symbol, self._size(size))
+                if symbol not in dims:
+                    why = f"as in the sample inputs: give another size with --dims {symbol}=..."
+                    self.notes.append(f"dimension {place} of {name} is taken as {taken}, {why}")
 
     def read(self) -> TensorStep:
         graph = self._graph
@@ -76,9 +96,7 @@ class ExportedReader(ModelReader):
         for (title, *_), node in zip(rows, graph["nodes"], strict=True):
             with named(title):
                 self._node(node)
-        first = [
-            name for spec in self._specs if "user_input" in spec for name in _tensors_of(spec["user_input"]["arg"])
-        ]
+        first = [name for spec in self._specs for name in _tensors_of(spec.get("user_input", {}).get("arg", {}))]
         types = [DTYPES[self._types[name]][0] for name in self.parameters]
         return self.step([*first, *given], outputs, types)
 
@@ -86,16 +104,18 @@ class ExportedReader(ModelReader):
         if "as_int" in size:
             return int(size["as_int"])
         expression = size["as_expr"]
-        hint = (expression.get("hint") or {}).get("as_int", 1)
-        return int(self._dims.get(expression["expr_str"], hint))
+        try:
+            return _evaluated(ast.parse(expression["expr_str"][:1000], mode="eval").body, self._symbols)
+        except (LookupError, SyntaxError):  # of sizes that only a run tells, or in a form that is not known
+            return int((expression.get("hint") or {}).get("as_int", 1))
 
     def _node(self, node: Mapping[str, Any]) -> None:
         name, (reads, writes) = _name_of(node), _names_of(node)
         given = {each["name"]: each["arg"] for each in node["inputs"]}
         of = None if name in _VIEWS else node
-        if name == "arange":
-            ends = [_number(given[each]) for each in ("start", "end", "step") if each in given]
-            self.constants[writes[0]] = np.arange(*ends)
+        ends = [_number(given.get(key, {"as_int": value})) for key, value in (("start", 0), ("step", 1))]
+        if name == "arange" and None not in ends and self.affords(math.prod(self.shapes[writes[0]])):
+            self.constants[writes[0]] = ends[0] + ends[1] * np.arange(self.shapes[writes[0]][0])
         elif name == "unbind":
             axis = _number(given.get("dim", {"as_int": 0})) % len(self.shapes[reads[0]])
             parts = {f"{made} of one": made for made in writes}
@@ -176,6 +196,18 @@ class ExportedReader(ModelReader):
         made = (list(shapes[writes[0]]), self._types[writes[0]], len(writes))
         op, known = op_of_call((f"aten::{name}", dims, types, [()] * len(dims), literals, made), Scope())
         return [op], "" if known else name
+
+
+def _evaluated(node: ast.expr, symbols: Mapping[str, int]) -> int:
+    """A size as torch writes it, in sympy's form: ``Mul(Integer(2), Symbol('s77', positive=True, integer=True))``."""
+    match node:
+        case ast.Call(ast.Name("Symbol"), [ast.Constant(str(name))]) | ast.Name(name):
+            return symbols[name]
+        case ast.Call(ast.Name("Integer"), [number]):
+            return int(ast.literal_eval(number))
+        case ast.Call(ast.Name(name), arguments):
+            return int(_OF_SIZES[name]([_evaluated(each, symbols) for each in arguments]))
+    raise LookupError(type(node).__name__)
 
 
 def _name_of(node: Mapping[str, Any]) -> str:

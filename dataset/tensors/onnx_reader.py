@@ -17,7 +17,16 @@ from stepsight.dataset.base.files import preset
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tensors.calls import POINTWISE, attention, matrix_product, norm, rows_of, streamed
 from stepsight.dataset.tensors.ranks import TensorStep
-from stepsight.dataset.tensors.readers import Found, ModelReader, Shape, check_count, check_names, check_order, named
+from stepsight.dataset.tensors.readers import (
+    MOST_COMPUTED,
+    Found,
+    ModelReader,
+    Shape,
+    check_count,
+    check_names,
+    check_order,
+    named,
+)
 from stepsight.dataset.traces.classify import DTYPES
 
 _OPS = preset("model_ops.toml")["onnx"]
@@ -28,7 +37,6 @@ _FLOATS = (1, 10, 11, 16)
 _NORMS = {"Softmax": "softmax", "LayerNormalization": "layer_norm", "RMSNormalization": "rms_norm"}
 _NORMS["SimplifiedLayerNormalization"] = "rms_norm"
 _SMALL = 1024  # elements of a constant that may be a shape
-_MOST = 2**23  # elements of all constants that are computed
 
 
 def open_onnx(path: Path, dims: Mapping[str, int]) -> OnnxReader:
@@ -74,8 +82,12 @@ def _check_ranges(graph: Any) -> None:
     tensors |= {node.output[0]: at.t for node in graph.node for at in node.attribute if at.HasField("t")}
     for node in graph.node:
         for name in node.input if node.op_type == "Range" else ():
-            if name in tensors and math.prod(tensors[name].dims) == 1 and abs(to_array(tensors[name]).item()) > _MOST:
-                raise CaptureError(f"{_title(node)} must count to at most {_MOST}")
+            if (
+                name in tensors
+                and math.prod(tensors[name].dims) == 1
+                and abs(to_array(tensors[name]).item()) > MOST_COMPUTED
+            ):
+                raise CaptureError(f"{_title(node)} must count to at most {MOST_COMPUTED}")
 
 
 def _num_nodes(model: Any) -> int:
@@ -124,7 +136,6 @@ class OnnxReader(ModelReader):
     def __init__(self, model: Any, hint: str) -> None:
         super().__init__()
         self._graph = graph = model.graph
-        self._left = _MOST  # elements that may still be computed
         self._opsets = {each.domain: each.version for each in model.opset_import}
         self.notes, self._hint = [hint] if hint else [], hint and f" ({hint})"
         self.shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
@@ -192,15 +203,14 @@ class OnnxReader(ModelReader):
         """Compute what follows from constants alone, if it is small."""
         from onnx.reference import ReferenceEvaluator
 
-        numel = sum(math.prod(self.shapes.get(name, (_MOST + 1,))) for name in writes)
+        numel = sum(math.prod(self.shapes.get(name, (MOST_COMPUTED + 1,))) for name in writes)
         is_random = _STREAMED.get(node.op_type) == "random"
-        if numel > self._left or is_random or not {*reads} <= self.constants.keys():
+        if is_random or not {*reads} <= self.constants.keys() or not self.affords(numel):
             return False
         try:
             found = ReferenceEvaluator(node).run(None, {name: self.constants[name] for name in reads})
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
             return False  # an op that the library does not compute
-        self._left -= numel
         self._keep(writes, found)
         return True
 

@@ -22,6 +22,7 @@ from stepsight.dataset.tensors.ranks import TensorStep
 Found = tuple[str, dict[str, Any], list[str]]  # op, settings and reads of a node
 Shape = Sequence[int]
 MOST_NODES = 60_000  # of a graph
+MOST_COMPUTED = 2**23  # elements of all constants that are computed
 
 
 class ModelReader(ABC):
@@ -45,6 +46,14 @@ class ModelReader(ABC):
         self.notes: list[str] = []
         self._calls: list[TensorCall] = []
         self._unknown: dict[str, None] = {}
+        self._left = MOST_COMPUTED  # elements that may still be computed
+
+    def affords(self, numel: int) -> bool:
+        """Whether a constant of so many elements may still be computed; then they are spent."""
+        if numel > self._left:
+            return False
+        self._left -= numel
+        return True
 
     @abstractmethod
     def read(self) -> TensorStep:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -147,3 +148,48 @@ def test_a_range_of_a_number_without_a_tensor_is_read(tmp_path: Path) -> None:
         ("Relu", ["x"], ["y"], {}),
     ]
     read_model(onnx_file(tmp_path / "a.onnx", nodes, X))
+
+
+def _positions(path: Path) -> Path:
+    """A program with two dynamic dimensions, and positions of one of them."""
+    torch = pytest.importorskip("torch")
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.table = torch.nn.Linear(8, 8), torch.nn.Embedding(64, 8)
+
+        def forward(self, x: Any) -> Any:
+            return (self.inner(x) + self.table(torch.arange(x.shape[1]))).flatten(0, 1)
+
+    dims = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("seq", min=2, max=64)}
+    torch.export.save(torch.export.export(Model(), (torch.randn(3, 5, 8),), dynamic_shapes=(dims,)), path)
+    return path
+
+
+def test_dynamic_dimensions_have_the_sizes_that_are_given(tmp_path: Path) -> None:
+    """Without, the notes tell the sample inputs' sizes by input and place: the file has no other names of them."""
+    path = _positions(tmp_path / "a.pt2")
+    (rank,) = read_model(path).ranks
+    told = [
+        re.fullmatch(r"dimension (\d) of x is taken as (\d), .* --dims (\w+)=\.\.\.", each)
+        for each in rank.graph.warnings
+    ]
+    found = {int(each[1]): (int(each[2]), each[3]) for each in told if each}
+    assert [found[place][0] for place in range(2)] == [3, 5]
+    program = TensorProgram.load(path, {found[0][1]: 4, found[1][1]: 9})
+    assert not program.notes
+    assert program.shapes[program.inputs[0]] == (4, 9, 8)
+    (output,) = program.run(program.random_values()).values()
+    assert output.shape == (36, 8)
+
+
+def test_a_range_beyond_what_is_computed_stays_an_op(tmp_path: Path) -> None:
+    path = _positions(tmp_path / "a.pt2")
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "b.pt2", "w") as new:
+        (name,) = [name for name in old.namelist() if name.endswith("models/model.json")]
+        tree = json.loads(old.read(name))
+        tree["graph_module"]["graph"]["tensor_values"]["arange"]["sizes"] = [{"as_int": 2**40}]
+        new.writestr(name, json.dumps(tree))
+    with pytest.raises(CaptureError):
+        read_model(tmp_path / "b.pt2")
