@@ -203,7 +203,8 @@ class Job(JobTables):
             return cls.from_dict(_with(value, given or {}))
         if isinstance(value, str | Path):
             return cls.from_file(value, given=given)
-        raise JobError(f"a job must be a Job, a dict of its tables or the path of a job file, got {value!r:.80}")
+        ranks = ": predict captured().ranks[0].graph.replace(device_name=...)" if hasattr(value, "captured") else ""
+        raise JobError(f"a job must be a Job, a dict of its tables or the path of a job file, got {value!r:.80}{ranks}")
 
     @classmethod
     def from_dict(cls, tables: Mapping[str, Any], habits: Framework | None = None) -> Job:

@@ -86,7 +86,9 @@ def program_text(told: Mapping[str, Any]) -> str:
         f"script     {told['job']} on {told['world_size']} x {told['hardware']}, captured ranks {ranks}",
         f"source     {told['source']}",
     ]
-    return _prediction_text(told, head, f"MFU {100 * told['mfu']:.1f} %, HFU {100 * told['hfu']:.1f} %", "rank")
+    tensors = max(rank["tensors"] for rank in told["memory"]["stages"])
+    fullest = f"rank: tensors {tensors / 1e9:.2f} GB, the rest is the allocator's and the device's own"
+    return _prediction_text(told, head, f"MFU {100 * told['mfu']:.1f} %, HFU {100 * told['hfu']:.1f} %", fullest)
 
 
 def _range(half_log: float) -> str:

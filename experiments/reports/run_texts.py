@@ -83,7 +83,7 @@ def capture_text(told: dict[str, Any]) -> str:
         lines += [
             "",
             f"rank {rank['rank']}: {rank['ops']} ops ({phases}), {scaled(rank['flops'], _FLOP)}, "
-            f"peak memory {scaled(rank['peak_bytes'], _BYTES)}, streams {', '.join(rank['streams'])}",
+            f"peak memory {scaled(rank['peak_bytes'], _BYTES)} of tensors, streams {', '.join(rank['streams'])}",
             *_collectives(rank["collectives"]),
             table(["op", "count"], [[kind, Number(count, 0)] for kind, count in rank["ops_by_kind"].items()]),
         ]  # fmt: skip

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stepsight.dataset.base.errors import CaptureError
+from stepsight.dataset.base.errors import CaptureError, JobError
+from stepsight.dataset.job.job import Job
 from stepsight.dataset.tensors.program import TensorProgram, read_model
 
 Node = tuple[str, list[str], list[str], dict[str, Any]]
@@ -179,6 +180,8 @@ def test_dynamic_dimensions_have_the_sizes_that_are_given(tmp_path: Path) -> Non
     assert [found[place][0] for place in range(2)] == [3, 5]
     program = TensorProgram.load(path, {found[0][1]: 4, found[1][1]: 9})
     assert not program.notes
+    with pytest.raises(JobError, match=r"TensorProgram\(.*: predict captured\(\)\.ranks\[0\]\.graph"):
+        Job.of(program)  # type: ignore[arg-type]
     assert program.shapes[program.inputs[0]] == (4, 9, 8)
     (output,) = program.run(program.random_values()).values()
     assert output.shape == (36, 8)

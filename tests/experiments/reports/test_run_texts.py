@@ -29,7 +29,7 @@ def test_the_head_says_how_many_ranks_share_a_node(world: int, text: str) -> Non
     }  # fmt: skip
     shown = capture_text({"script": "train.py", "world_size": world, "devices_per_node": 8, "ranks": [rank]})
     assert shown.splitlines()[0] == f"script     train.py: {text}"
-    assert "16 FLOP, peak memory 64 B" in shown and "no collectives" in shown
+    assert "16 FLOP, peak memory 64 B of tensors" in shown and "no collectives" in shown
 
 
 def test_a_warning_of_many_lines_and_ranks_is_said_once() -> None:
