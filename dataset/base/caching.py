@@ -227,20 +227,14 @@ class compiled(Generic[P]):  # noqa: N801  (a decorator)
             compiled.spent_s += time.thread_time() - begin
 
     def compile(self, *, keep: bool = True) -> Callable[P, None]:
-        """Compile the function, and the functions of its module that it calls.
-
-        Args:
-            keep: Whether to take it from disk, and to keep it there.
-        """
+        """Compile the function, and those of its module that it calls; ``keep``: on disk, and take it from there."""
         return _machine_code(self.function, keep, {})  # type: ignore[no-any-return]
 
 
 def _machine_code(function: Any, keep: bool, done: dict[Any, Any]) -> Any:
-    """Compile a function with numba.
+    """Compile a function with numba, and with it the functions of its module that it calls, as numba calls no others.
 
-    numba calls compiled functions only, so each function of the same module that ``function`` calls is compiled too
-    and takes its place among the global names.  Functions of other modules stay as they are: numba's cache on disk
-    would not notice that their file has changed.
+    Functions of other modules stay as they are: numba's cache on disk would not notice that their file has changed.
     """
     import numba
 

@@ -33,7 +33,8 @@ class Saved:
         table = {}
         for each in _saved_fields(type(self)):
             value = plain(getattr(self, each.name), each.metadata.get("digits"))
-            if not (each.metadata.get("if_set") and value == plain(_default(each))):
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            if not (each.metadata.get("if_set") and value == plain(default)):
                 table[each.name] = value
         return table
 
@@ -69,10 +70,6 @@ def plain(value: Any, digits: int | None = None) -> Any:
 
 def _saved_fields(cls: Any) -> list[Field[Any]]:
     return [each for each in fields(cls) if each.init and each.metadata.get("saved", True)]
-
-
-def _default(each: Field[Any]) -> Any:
-    return each.default if each.default_factory is MISSING else each.default_factory()
 
 
 def _read(kind: Any, value: Any, name: str) -> Any:

@@ -28,20 +28,16 @@ Own = TypeVar("Own")
 class Registry(Mapping[str, T]):
     """A mapping from names to things of one kind, to which users and other packages add.
 
-    ``registry[name]`` raises ``error`` for an unknown name, with the known ones; ``in`` and ``get`` do not.  Iterating
-    goes over what is known without searching installed packages; ``names`` searches them.
+    ``registry[name]`` raises ``error`` for an unknown, taken or broken name, with the known ones; ``in`` and ``get`` do
+    not.  Iterating goes over what is known without searching installed packages; ``names`` searches them.  ``version``
+    counts changes, by which others keep what they derive from the things.
 
     Args:
         noun: What the things are, for messages: ``"hardware"``.
         built_in: What comes with the package, or what returns it when it is first needed; it cannot be removed.
         group: The entry points' group: ``"stepsight.hardware"``.
-        check: Takes a name and what was registered or loaded under it, and returns the thing; it raises a
-            ``StepsightError`` if it is none.
-        error: Raised for unknown, taken and broken names.
+        check: Takes a name and what was registered or loaded under it; returns the thing, or raises ``StepsightError``.
         more: What else a user may write where a name is expected, for messages: ``"a .toml file"``.
-
-    Attributes:
-        version: Number of changes so far, by which others keep what they derive from the things.
     """
 
     def __init__(

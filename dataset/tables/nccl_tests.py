@@ -177,13 +177,7 @@ def _add(
     rows: Rows, told: dict[str, str], work: tuple[str, int, int, int], times_us: tuple[float, float],
     wrong: tuple[str, str],
 ) -> None:  # fmt: skip
-    """Add a result.
-
-    Args:
-        told: Device, fabric, software and log.
-        work: Name of the test, size in bytes, numbers of ranks and of nodes.
-        times_us: Microseconds out of place and in place; ``wrong`` results likewise.
-    """
+    """Add a result of a test: its name, bytes, ranks and nodes; what is out of place comes first, then in place."""
     test, size, group, nodes = work
     kind = benchmark_names().get(test)
     in_place = kind == "all_reduce"

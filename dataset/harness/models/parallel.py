@@ -321,9 +321,8 @@ def all_reduce_flat(tensors: list[Tensor], group: dist.ProcessGroup, divisor: in
     dist.all_reduce(flat, group=group)
     if divisor > 1:
         flat.div_(divisor)
-    torch._foreach_copy_(
-        tensors, [p.view_as(t) for p, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
-    )
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])
 
 
 class Bucket:

@@ -34,7 +34,11 @@ def check_plan(plan: Any) -> dict[str, Any]:
         problems.append(f"compile must be true or false, and false in a box, got {compiled!r:.80}")
     if not is_of(extra, float) or extra < 0 or (extra and boxed):
         problems.append(f"extra_seconds must be a number >= 0, and 0 in a box, got {extra!r:.80}")
-    runs, events = (_items(plan, key) for key in ("runs", "events"))
+    for key in ("runs", "events"):
+        items = plan.get(key, [])
+        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+            raise HarnessError(f"{key} of a plan must be a list of tables, got {items!r:.80}")
+    runs, events = ([dict(item) for item in plan.get(key, [])] for key in ("runs", "events"))
     for run in runs:
         problems += [f"run {run.get('name')!r:.80}: {text}" for text in _run_problems(run, ranks)]
     for event in events:
@@ -49,13 +53,6 @@ def check_plan(plan: Any) -> dict[str, Any]:
     checked = {"schema": SCHEMA, "runs": [{**OPTIONS, **run} for run in runs], "events": events, "device": device}
     checked |= {"extra_seconds": float(extra)} if extra else {}
     return checked | ({"compile": True} if compiled else {}) | ({"box": plan["box"]} if boxed else {})
-
-
-def _items(plan: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    items = plan.get(key, [])
-    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise HarnessError(f"{key} of a plan must be a list of tables, got {items!r:.80}")
-    return [dict(item) for item in items]
 
 
 def _run_problems(run: dict[str, Any], ranks: int) -> list[str]:
@@ -359,7 +356,13 @@ def sleeping_run_problems(run: dict[str, Any], ranks: int) -> list[str]:
         return rules
     blocks = sleeps["blocks"] if isinstance(sleeps["blocks"], list) else [sleeps["blocks"]]
     for block in blocks:
-        good = isinstance(block, list) and all(_is_step(step, parallel["tp"]) for step in block)
+        good = isinstance(block, list) and all(
+            has_keys(step, *_ITEMS, "parameters", "weight_first")
+            and all(isinstance(step[key], list) for key in _ITEMS)
+            and all(_is_item(item, parallel["tp"]) for key in _ITEMS for item in step[key])
+            and are_sizes(step["parameters"]) and isinstance(step["weight_first"], bool)
+            for step in block
+        )  # fmt: skip
         rules.require(good, f"sleeps.blocks must be lists of steps, got {block!r:.80}")
 
     def are_blocks(values: Any) -> bool:
@@ -375,16 +378,6 @@ def sleeping_run_problems(run: dict[str, Any], ranks: int) -> list[str]:
     ):
         rules.require(good, f"sleeps.{key} must be {words}, got {sleeps[key]!r:.80}")
     return rules
-
-
-def _is_step(step: Any, tp: int) -> bool:
-    """Whether a step of a block has ops, and collectives if ``tp`` > 1."""
-    return (
-        has_keys(step, *_ITEMS, "parameters", "weight_first")
-        and all(isinstance(step[key], list) and all(_is_item(item, tp) for item in step[key]) for key in _ITEMS)
-        and are_sizes(step["parameters"])
-        and isinstance(step["weight_first"], bool)
-    )
 
 
 def _is_item(item: Any, tp: int = 1) -> bool:
