@@ -17,7 +17,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from importlib.util import find_spec
 
 SHOWN = 80  # characters of a value in an error
@@ -78,11 +77,15 @@ class CaptureError(StepsightError):
 
 
 # By top-level module; for modules of several extras, the smallest one.
-EXTRAS: Mapping[str, str] = {
-    "lightgbm": "train", "matplotlib": "search", "mlflow": "train", "nicegui": "page", "onnx": "models",
-    "optuna": "search", "pandas": "search", "plotly": "search", "pyarrow": "tables", "scipy": "train",
-    "sqlalchemy": "search", "torch": "collect", "torch_geometric": "train",
-}  # fmt: skip
+_MODULES = {
+    "collect": "torch",
+    "models": "onnx",
+    "page": "nicegui",
+    "tables": "pyarrow",
+    "search": "matplotlib optuna pandas plotly sqlalchemy",
+    "train": "lightgbm mlflow scipy torch_geometric",
+}
+EXTRAS = {module: extra for extra, modules in _MODULES.items() for module in modules.split()}
 
 
 def missing_extra(error: ImportError) -> str:

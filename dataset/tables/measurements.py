@@ -119,11 +119,10 @@ class Measurements:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        signatures = [
-            (each.kind, each.dims, each.dtype, 0, 0, 0) if isinstance(each, Op)
-            else (each.kind, (), "", each.num_bytes, each.group_size, each.ranks_per_node)
-            for each in self.works
-        ]  # fmt: skip
+        signatures: list[tuple[Any, ...]] = []
+        for work in self.works:
+            sizes = (0, 0, 0) if isinstance(work, Op) else (work.num_bytes, work.group_size, work.ranks_per_node)
+            signatures.append((work.kind, getattr(work, "dims", ()), getattr(work, "dtype", ""), *sizes))
         columns = [list(column) for column in zip(*signatures, strict=True)] or [[]] * 6
         texts = [list(getattr(self, name)) for name in _TEXTS]
         table = pa.table([*columns, self.seconds, *texts], schema=_schema())

@@ -14,6 +14,7 @@ import tarfile
 from collections import Counter
 from contextlib import suppress
 from pathlib import PurePath
+from typing import Any
 
 from stepsight.dataset.base.bounded import check_unpacked, read_unpacked, reason
 from stepsight.dataset.kinds import benchmark_names
@@ -173,11 +174,8 @@ def _times(size: int, text: str) -> tuple[tuple[float, float], tuple[str, str]]:
     return times, wrong
 
 
-def _add(
-    rows: Rows, told: dict[str, str], work: tuple[str, int, int, int], times_us: tuple[float, float],
-    wrong: tuple[str, str],
-) -> None:  # fmt: skip
-    """Add a result of a test: its name, bytes, ranks and nodes; what is out of place comes first, then in place."""
+def _add(rows: Rows, told: dict[str, str], work: tuple[str, int, int, int], times: tuple[Any, Any], wrong: Any) -> None:
+    """Add a result of a test: its name, bytes, ranks and nodes; microseconds and wrong results, in place comes last."""
     test, size, group, nodes = work
     kind = benchmark_names().get(test)
     in_place = kind == "all_reduce"
@@ -197,4 +195,4 @@ def _add(
             rows.skip("a ring of messages over more than two nodes")
             return
         group, per_node = 2, 3 - nodes
-    rows.add(Collective(kind, size, group, per_node), times_us[in_place] * 1e-6, **told)
+    rows.add(Collective(kind, size, group, per_node), times[in_place] * 1e-6, **told)

@@ -22,21 +22,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from ..ops import composite
-from .torch_parts import (
-    ColumnLinear,
-    Group,
-    Logits,
-    Norm,
-    Positions,
-    RowLinear,
-    Shape,
-    Tokens,
-    enter_region,
-    full_weight,
-    leave_region,
-    linear,
-    parameter,
-)
+from . import torch_parts as parts
+from .torch_parts import Group, Norm, Shape, full_weight, parameter
 
 DTYPES = {  # by precision: of activations, and of parameters
     "fp32": (torch.float32, torch.float32),
@@ -92,7 +79,7 @@ class Stage(nn.Module):
 
     def replicated_parameters(self) -> list[nn.Parameter]:
         """Parameters that all tensor-parallel ranks hold; with sequence parallelism each has part of their gradient."""
-        held = [module for module in self.modules() if isinstance(module, Norm | Positions)]
+        held = [module for module in self.modules() if isinstance(module, Norm | parts.Positions)]
         parameters: list[nn.Parameter] = [p for module in held for p in module.parameters()]
         if isinstance(self.embedding, BertEmbedding):
             parameters.append(self.embedding.types)
@@ -141,8 +128,8 @@ class Attention(nn.Module):
         self.shape = shape
         kv = shape.kv_heads * shape.head_dim
         blocks = [3 * shape.hidden] if shape.family == "t5" else [shape.hidden, kv, kv]
-        self.qkv = ColumnLinear(shape, f"{name}.qkv", blocks)
-        self.out = RowLinear(shape, f"{name}.out", shape.hidden)
+        self.qkv = parts.ColumnLinear(shape, f"{name}.qkv", blocks)
+        self.out = parts.RowLinear(shape, f"{name}.out", shape.hidden)
 
     def forward(self, x: Tensor, positions: Any = None) -> Tensor:
         """``positions``: the bias of scores (t5), or cosines and sines (llama)."""
@@ -154,8 +141,8 @@ class Attention(nn.Module):
             if positions is not None:
                 qkv = composite.Rope.apply(qkv, *positions, heads + kv_heads)
             fused = qkv.view(-1, shape.seq_len, heads + 2 * kv_heads, shape.head_dim)
-            parts = fused.split([heads, kv_heads, kv_heads], dim=2)
-            found = composite.attend(*parts, causal=shape.family != "bert")
+            split = fused.split([heads, kv_heads, kv_heads], dim=2)
+            found = composite.attend(*split, causal=shape.family != "bert")
         return self.out(found)
 
 
@@ -165,12 +152,12 @@ class CrossAttention(nn.Module):
     def __init__(self, shape: Shape, name: str) -> None:
         super().__init__()
         self.shape = shape
-        self.q = ColumnLinear(shape, f"{name}.cross_q", [shape.hidden])
-        self.kv = ColumnLinear(shape, f"{name}.cross_kv", [2 * shape.hidden])
-        self.out = RowLinear(shape, f"{name}.cross_out", shape.hidden)
+        self.q = parts.ColumnLinear(shape, f"{name}.cross_q", [shape.hidden])
+        self.kv = parts.ColumnLinear(shape, f"{name}.cross_kv", [2 * shape.hidden])
+        self.out = parts.RowLinear(shape, f"{name}.cross_out", shape.hidden)
 
     def forward(self, x: Tensor, far: Tensor) -> Tensor:
-        q, kv = self.q(x), self.kv(enter_region(self.shape, far))
+        q, kv = self.q(x), self.kv(parts.enter_region(self.shape, far))
         heads = self.shape.heads // self.shape.size
         return self.out(composite.CrossAttention.apply(q, kv, heads, self.shape.micro_batch))
 
@@ -180,8 +167,8 @@ class MLP(nn.Module):
 
     def __init__(self, shape: Shape, name: str) -> None:
         super().__init__()
-        self.up = ColumnLinear(shape, f"{name}.up", [shape.ffn] * (2 if shape.gated_mlp else 1))
-        self.down = RowLinear(shape, f"{name}.down", shape.ffn)
+        self.up = parts.ColumnLinear(shape, f"{name}.up", [shape.ffn] * (2 if shape.gated_mlp else 1))
+        self.down = parts.RowLinear(shape, f"{name}.down", shape.ffn)
         if shape.family == "t5":
             self.activate: Any = (composite.GeGLU if shape.gated_mlp else composite.ReLU).apply
         else:
@@ -205,8 +192,8 @@ class Residual(nn.Module):
             self.norm = norm
 
     def forward(self, x: Tensor, *beside: Any) -> Tensor:
-        given = enter_region(self.shape, x if self.norm_last else self.norm(x))
-        y: Tensor = x + leave_region(self.shape, self.part(given, *beside))
+        given = parts.enter_region(self.shape, x if self.norm_last else self.norm(x))
+        y: Tensor = x + parts.leave_region(self.shape, self.part(given, *beside))
         return self.norm(y) if self.norm_last else y
 
 
@@ -268,8 +255,8 @@ class Embedding(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.tokens = Tokens(shape)
-        self.positions = Positions(shape) if shape.family in ("gpt", "bert") else None
+        self.tokens = parts.Tokens(shape)
+        self.positions = parts.Positions(shape) if shape.family in ("gpt", "bert") else None
 
     def forward(self, tokens: Tensor) -> Any:
         """``tokens`` (see ``Training``) to ``activation[rows, hidden]``."""
@@ -317,11 +304,11 @@ class Head(nn.Module):
             self.transform = parameter(full_weight(shape, "transform", shape.hidden, shape.hidden))
             self.transform_bias = parameter(self.transform.new_zeros(shape.hidden))
         self.norm = Norm(shape)
-        self.logits = Logits(shape, bias=self.transforms)
+        self.logits = parts.Logits(shape, bias=self.transforms)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.transforms:
-            x = composite.gelu(linear(self.shape, x, self.transform, self.transform_bias))
+            x = composite.gelu(parts.linear(self.shape, x, self.transform, self.transform_bias))
         return self.logits(self.norm(x))
 
 

@@ -140,12 +140,14 @@ MAKERS: dict[str, Maker] = {
     "mla_attention": partial(_attention, latent=True),
     "mla_attention_backward": partial(_attention, latent=True, backward=True),
     "grouped_linear": lambda pool, groups, m, n, k: (
-        _grouped(pool, groups, m, n, k), (m, k), partial(pool.turned, groups, n, k)
+        _grouped(pool, groups, m, n, k),
+        (m, k),
+        partial(pool.turned, groups, n, k),
     ),
     "grouped_linear_dgrad": lambda pool, groups, m, n, k: (_grouped(pool, groups, m, k, n), (m, n), (groups, n, k)),
     "grouped_linear_wgrad": _grouped_wgrad,
     **{kind: partial(_permute, kind) for kind in ("permute", "unpermute", "unpermute_backward")},
-}  # fmt: skip
+}
 # Places of a product's own rows, columns and what it sums over, in the dims.
 _FP8 = {"linear": (0, 1, 2), "linear_dgrad": (0, 2, 1), "linear_wgrad": (1, 2, 0)}
 
@@ -158,5 +160,6 @@ def _fp8(kind: str, pool: Pool, *dims: int) -> tuple[object, ...]:
 
 
 NARROW_MAKERS: dict[str, dict[str, Maker]] = {
-    "fp8": {kind: partial(_fp8, kind) for kind in _FP8}, "tf32": {kind: MAKERS[kind] for kind in _FP8}
-}  # fmt: skip
+    "fp8": {kind: partial(_fp8, kind) for kind in _FP8},
+    "tf32": {kind: MAKERS[kind] for kind in _FP8},
+}

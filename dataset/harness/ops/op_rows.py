@@ -200,22 +200,27 @@ def _recurrent(pool: Pool, *dims: int, backward: bool = False) -> Made:
 
 
 MAKERS: dict[str, Maker] = {
-    "embedding": lambda pool, tokens, hidden, vocab: (
-        F.embedding, partial(pool.ids, tokens, vocab), (vocab, hidden)
-    ),
+    "embedding": lambda pool, tokens, hidden, vocab: (F.embedding, partial(pool.ids, tokens, vocab), (vocab, hidden)),
     "embedding_backward": lambda pool, tokens, hidden, vocab: (
         (lambda grad, ids: _aten.embedding_dense_backward(grad, ids, vocab, -1, False)),
-        (tokens, hidden), partial(pool.ids, tokens, vocab),
+        (tokens, hidden),
+        partial(pool.ids, tokens, vocab),
     ),
     "layer_norm": _layer_norm,
     "layer_norm_backward": _layer_norm_backward,
     "rms_norm": lambda _, rows, hidden: (composite.rms_norm, (rows, hidden), (hidden,)),
     "rms_norm_backward": lambda _, rows, hidden: (
-        composite.rms_norm_backward, (rows, hidden), (rows, hidden), (hidden,), (rows, 1)
+        composite.rms_norm_backward,
+        (rows, hidden),
+        (rows, hidden),
+        (hidden,),
+        (rows, 1),
     ),
     "softmax": lambda _, *shape: (partial(torch.softmax, dim=-1), shape),
     "softmax_backward": lambda _, *shape: (
-        (lambda grad, y: _aten._softmax_backward_data(grad, y, -1, y.dtype)), shape, shape
+        (lambda grad, y: _aten._softmax_backward_data(grad, y, -1, y.dtype)),
+        shape,
+        shape,
     ),
     "cross_entropy": lambda pool, rows, vocab: (_cross_entropy, (rows, vocab), partial(pool.ids, rows, vocab)),
     "cross_entropy_backward": _cross_entropy_backward,
@@ -240,7 +245,8 @@ MAKERS: dict[str, Maker] = {
     "adamw": lambda pool, numel, tensors: (_adamw(pool.device, pool.dtype, numel, tensors),),
     "adamw_host": _adamw_host,
     "grad_norm": lambda _, numel, tensors: (
-        (lambda *grads: torch.nn.utils.get_total_norm(grads)), *[(max(1, numel // tensors),)] * tensors
+        (lambda *grads: torch.nn.utils.get_total_norm(grads)),
+        *[(max(1, numel // tensors),)] * tensors,
     ),
     "to_host": _host_copy,
     "from_host": partial(_host_copy, back=True),
@@ -252,4 +258,4 @@ MAKERS: dict[str, Maker] = {
     "embedding_bag_backward": _embedding_bag_backward,
     "recurrent": _recurrent,
     "recurrent_backward": partial(_recurrent, backward=True),
-}  # fmt: skip
+}

@@ -260,14 +260,11 @@ def job_problems(job: Any, *, boxed: bool = False) -> list[str]:
         value = job.get(table, {}).get(key, allowed[0])
         rules.require(value in allowed, f"{who} runs {words}, got {value!r:.80}")
     shard, count = parallel.get("dp_shard", 0), num_micro_batches(job)
-    tied = model["tied_embeddings"] and pp > 1
-    for holds, text in (
-        (shard in (0, dp), f"{who} runs zero_stage over all {dp} replicas (dp_shard), got {shard!r:.80}"),
-        (not tied, f"{who} ties embeddings only within one stage, got tied_embeddings and pp = {pp}"),
-        (pp == 1 or parallel["schedule"] != "1f1b" or count >= pp,
-         f"schedule 1f1b needs as many micro-batches as stages, got {count} < {pp}"),
-    ):  # fmt: skip
-        rules.require(holds, text)
+    rules.require(shard in (0, dp), f"{who} runs zero_stage over all {dp} replicas (dp_shard), got {shard!r:.80}")
+    tied = f"embeddings only within one stage, got tied_embeddings and pp = {pp}"
+    rules.require(pp == 1 or not model["tied_embeddings"], f"{who} ties {tied}")
+    enough = pp == 1 or parallel["schedule"] != "1f1b" or count >= pp
+    rules.require(enough, f"schedule 1f1b needs as many micro-batches as stages, got {count} < {pp}")
     if boxed:
         zero = parallel["zero_stage"]
         rules.require(zero == 0 or pp == 1, f"in a box zero_stage 3 runs without a pipeline, got pp = {pp}")
@@ -288,21 +285,20 @@ def _check_computed(rules: Rules, job: dict[str, Any], count: int) -> None:
     name, chunks, pp = parallel["schedule"], parallel["virtual_stages"], parallel["pp"]
     wanted, sequence, runs = model.get("head_dim", 0), parallel["sequence_parallel"], "the harness runs"
     overlaps, engine = parallel.get("overlap_grad_reduce", True), job.get("execution", {}).get("engine")
-    for holds, text in (
-        (wanted in (0, head_dim), f"{runs} head_dim = hidden / heads = {head_dim}, got {wanted!r:.80}"),
-        (precision != "bf16" or engine == "eager-pytorch",
-         'mixed precision runs as in PyTorch: execution.engine = "eager-pytorch" must say so'),
-        (name in (*_WHOLE, *_SPLIT), f"schedules are {', '.join({*_WHOLE, *_SPLIT})}, got {name!r:.80}"),
-        (pp == 1 or name in (_WHOLE if chunks == 1 else _SPLIT),
-         f"{runs} virtual_stages > 1 with {', '.join(_SPLIT)}, got {chunks} with {name!r:.80}"),
-        (pp == 1 or chunks == 1 or count % pp == 0,
-         f"virtual stages need as many micro-batches as stages, or a multiple, got {count} % {pp} = {count % pp}"),
-        (zero not in (1, 2) or not sequence or 1 in (parallel["tp"], dp),
-         f"{runs} zero_stage 1 and 2 without sequence_parallel, whose gradients are in no single shard"),
-        (dp == 1 or zero < 2 or overlaps is True,
-         f"{runs} zero_stage {zero} with parallel.overlap_grad_reduce = True, got False"),
-    ):  # fmt: skip
-        rules.require(holds, text)
+    rules.require(wanted in (0, head_dim), f"{runs} head_dim = hidden / heads = {head_dim}, got {wanted!r:.80}")
+    rule = 'mixed precision runs as in PyTorch: execution.engine = "eager-pytorch" must say so'
+    rules.require(precision != "bf16" or engine == "eager-pytorch", rule)
+    known = {*_WHOLE, *_SPLIT}
+    rules.require(name in known, f"schedules are {', '.join(known)}, got {name!r:.80}")
+    if pp > 1:
+        rule = f"{runs} virtual_stages > 1 with {', '.join(_SPLIT)}, got {chunks} with {name!r:.80}"
+        rules.require(name in (_WHOLE if chunks == 1 else _SPLIT), rule)
+        rule = "virtual stages need as many micro-batches as stages, or a multiple"
+        rules.require(chunks == 1 or count % pp == 0, f"{rule}, got {count} % {pp} = {count % pp}")
+    rule = f"{runs} zero_stage 1 and 2 without sequence_parallel, whose gradients are in no single shard"
+    rules.require(zero not in (1, 2) or not sequence or 1 in (parallel["tp"], dp), rule)
+    rule = f"{runs} zero_stage {zero} with parallel.overlap_grad_reduce = True, got False"
+    rules.require(dp == 1 or zero < 2 or overlaps is True, rule)
     if model["family"] == "llama":
         rules.require(head_dim % 2 == 0, f"rotary positions need an even model.head_dim, got {head_dim}")
     if sequence:
@@ -314,16 +310,14 @@ def _check_computed(rules: Rules, job: dict[str, Any], count: int) -> None:
         rules.require(layers == 0, f"{runs} model.encoder_layers = 0 but for t5, got {layers!r:.80}")
         return
     heads, kv_heads, fused = model["heads"], model["kv_heads"], model.get("fused_attention", 0)
-    for holds, text in (
-        (fused is False, "no fused CPU kernel computes the gradient of t5's learned bias: "
-         f"{runs} model.fused_attention = False, got {fused!r:.80}"),
-        *((is_of(value, int) and value > 0, f"model.{key} of t5 must be a whole number > 0, got {value!r:.80}")
-          for key, value in (("encoder_layers", layers), ("encoder_seq_len", length))),
-        (kv_heads == heads, f"{runs} t5 with kv_heads = heads, got {kv_heads} and {heads}"),
-        (pp == 1, "stages of t5 would have to share its tables of relative positions: "
-         f"{runs} t5 with pp = 1, got {pp}"),
-    ):  # fmt: skip
-        rules.require(holds, text)
+    rule = "no fused CPU kernel computes the gradient of t5's learned bias"
+    rules.require(fused is False, f"{rule}: {runs} model.fused_attention = False, got {fused!r:.80}")
+    for key, value in (("encoder_layers", layers), ("encoder_seq_len", length)):
+        good = is_of(value, int) and value > 0
+        rules.require(good, f"model.{key} of t5 must be a whole number > 0, got {value!r:.80}")
+    rules.require(kv_heads == heads, f"{runs} t5 with kv_heads = heads, got {kv_heads} and {heads}")
+    rule = "stages of t5 would have to share its tables of relative positions"
+    rules.require(pp == 1, f"{rule}: {runs} t5 with pp = 1, got {pp}")
     if sequence and is_of(length, int):
         parallel_rules.check_sequence(rules, "encoder_seq_len", length, tp=parallel["tp"])
 
@@ -360,9 +354,10 @@ def sleeping_run_problems(run: dict[str, Any], ranks: int) -> list[str]:
             has_keys(step, *_ITEMS, "parameters", "weight_first")
             and all(isinstance(step[key], list) for key in _ITEMS)
             and all(_is_item(item, parallel["tp"]) for key in _ITEMS for item in step[key])
-            and are_sizes(step["parameters"]) and isinstance(step["weight_first"], bool)
+            and are_sizes(step["parameters"])
+            and isinstance(step["weight_first"], bool)
             for step in block
-        )  # fmt: skip
+        )
         rules.require(good, f"sleeps.blocks must be lists of steps, got {block!r:.80}")
 
     def are_blocks(values: Any) -> bool:
