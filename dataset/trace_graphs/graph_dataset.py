@@ -21,6 +21,7 @@ from stepsight.dataset.graph.graph_table import (
     kind_names,
 )
 from stepsight.dataset.graph.program import NODE_KINDS, Program
+from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.runs.run_folder import (
     has_traces,
@@ -158,29 +159,27 @@ def _run_tables(folder: Path, scopes: Sequence[str], warnings: list[str]) -> tup
         timed_s = read_imported(folder).timed_s if trace is None else run.iteration_s
         about = describe_run(run.name, run.job, run.graphs, timed_s)
     else:
-        about = describe_own_run(trace.manifest)
-    about |= {"role": run.role, "ranks": [graph.rank for graph in run.graphs]}
-    about |= {"compiled": trace is not None and trace.manifest.compiled}
-    found = [step_graphs(run.graphs)] if "step" in scopes else []
-    if "segment" in scopes:
-        segments = call_segments(run.graphs, run.name) if trace is None else trace.segments()
-        found += [segment_graphs(segments)] if segments else []
-    slowed = {(graph.rank, step) for graph in run.graphs for step in graph.slowed}
-    for table in found:
-        table.about["observed"] = [
-            each in slowed for each in zip(table.about["rank"], table.about["step"], strict=True)
-        ]
-    return found, about
+        about = _describe_own_run(trace.manifest)
+    segments = () if "segment" not in scopes else trace.segments() if trace else call_segments(run.graphs, run.name)
+    about |= {"role": run.role, "compiled": trace is not None and trace.manifest.compiled}
+    return _tables(run.graphs, segments, scopes), about | {"ranks": [graph.rank for graph in run.graphs]}
 
 
 def _unmeasured_tables(run: UnmeasuredRun, scopes: Sequence[str]) -> tuple[list[GraphTable], dict[str, Any]]:
     works = [str(node.work) for graph in run.graphs for node in graph.nodes]
-    about = describe_run(run.name, run.job, run.graphs) | {"group": digest(run.name, *works)}
-    found = [step_graphs(run.graphs)] if "step" in scopes else []
-    found += [segment_graphs(run.segments)] if "segment" in scopes and run.segments else []
+    about = describe_run(run.name, run.job, run.graphs) | {"group": digest(run.name, *works), "role": ""}
+    segments = run.segments if "segment" in scopes else ()
+    return _tables(run.graphs, segments, scopes), about | {"ranks": [graph.rank for graph in run.graphs]}
+
+
+def _tables(graphs: Sequence[Program], segments: Sequence[TracedSegment], scopes: Sequence[str]) -> list[GraphTable]:
+    found = [step_graphs(graphs)] if "step" in scopes else []
+    found += [segment_graphs(segments)] if segments else []
+    slowed = {(graph.rank, step) for graph in graphs for step in graph.slowed}
     for table in found:
-        table.about["observed"] = [False] * len(table)
-    return found, about | {"role": "", "ranks": [graph.rank for graph in run.graphs]}
+        steps = zip(table.about["rank"], table.about["step"], strict=True)
+        table.about["observed"] = [each in slowed for each in steps]
+    return found
 
 
 def _cell(text: str) -> str:
@@ -206,19 +205,17 @@ def describe_run(name: str, job: Job | None, graphs: Sequence[Program], timed_s:
 
     ``timed_s``: a step without a profiler; 0 if not timed.
     """
-    group = digest(*(part.tobytes() for graph in graphs for part in (graph.start_s, graph.duration_s)))
-    about = graphs[0].world_size, graphs[0].device_name or graphs[0].device, group, timed_s
-    return _about(name, _of_graphs(graphs) if job is None else _of_job(job), *about)
+    one, group = graphs[0], digest(*(part.tobytes() for graph in graphs for part in (graph.start_s, graph.duration_s)))
+    if job is None:
+        model = digest(*sorted({work.kind for work in one.works}), *sorted(one.names))
+        what = model, digest(str(one.world_size), *sorted({str(ranks or each) for each, ranks in one.groups}))
+    else:
+        what = _of_job(job)
+    return _about(name, what, one.world_size, one.device_name or one.device, group, timed_s)
 
 
 def _about(name: str, what: tuple[str, str], world_size: int, *more: Any) -> dict[str, Any]:
     return dict(zip(_OF_RUN, (name, *what, str(world_size), *more), strict=True))
-
-
-def _of_graphs(graphs: Sequence[Program]) -> tuple[str, str]:
-    kinds = sorted({work.kind for work in graphs[0].works})
-    groups = sorted({str(ranks or name) for name, ranks in graphs[0].groups})
-    return digest(*kinds, *sorted(graphs[0].names)), digest(str(graphs[0].world_size), *groups)
 
 
 def _of_job(job: Job) -> tuple[str, str]:
@@ -227,7 +224,7 @@ def _of_job(job: Job) -> tuple[str, str]:
     return model, digest(str(sorted(tables["parallel"].items())))
 
 
-def describe_own_run(run: RunManifest) -> dict[str, Any]:
+def _describe_own_run(run: RunManifest) -> dict[str, Any]:
     """Metadata of a run of the harness by its manifest, without its graphs."""
     files = [run.folder / name for rank in sorted(run.traces) for name in sorted(run.traces[rank].values())]
     timed_s = run.iteration_time_s if run.whole else 0.0

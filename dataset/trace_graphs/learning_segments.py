@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -22,77 +20,51 @@ _ORDERED = _WHY[Dependency.STREAM_ORDER.value]  # given by the program itself
 def learning_segments(table: GraphTable) -> list[TracedSegment]:
     """Every segment among some graphs, in their order; equal programs are one object."""
     table = table.select([place for place, scope in enumerate(table.about["scope"]) if scope == "segment"])
-    columns, about = _Columns(table), table.about
+    rows = []
+    for name in WORK_TYPES:
+        runs, stream = table.rows[name, "runs_on", "stream"], np.full(len(table.rows[name]["graph"]), -1)
+        stream[table.bounds[name][runs["graph"]] + runs["ends"][:, 0]] = runs["ends"][:, 1]
+        rows.append({**table.rows[name], "stream": stream})
+    nodes = {name: np.concatenate([each[name] for each in rows]) for name in rows[0]}
+    order = np.lexsort((nodes["node"], nodes["graph"]))
+    nodes = {name: values[order] for name, values in nodes.items()}
+    listed = _edges(table)
+    seconds, (works, work) = np.exp(nodes["y"].astype(np.float64)), distinct_works(nodes)
+    bounds, edge_bounds = (np.searchsorted(of, np.arange(len(table) + 1)) for of in (nodes["graph"], listed[0]))
     shared: dict[object, Program] = {}
     out = []
-    for place, label in enumerate(about["segment"]):
-        alone, seconds, launch = columns.times(place)
+    for place, (label, streams) in enumerate(zip(table.about["segment"], table.about["streams"], strict=True)):
+        own, inside = slice(*bounds[place : place + 2]), listed[1:, slice(*edge_bounds[place : place + 2])]
+        columns = (work[own], nodes["stream"][own], nodes["share"][own])
+        key = (label, tuple(streams), *(column.tobytes() for column in (*columns, inside)))
+        if key not in shared:
+            shared[key] = Program.of_rows(works, streams, columns, inside, label)
         out.append(
             TracedSegment(
-                program=columns.program(place, label, about["streams"][place], shared),
-                slot_s=seconds,
+                program=shared[key],
+                slot_s=seconds[own, 1],
                 label=label,
-                launch_s=launch[:, 0],
-                launch_events=launch[:, 1],
-                alone_s=alone,
-                **{name: about[name][place] for name in _ABOUT},
+                launch_s=nodes["launch"][own, 0],
+                launch_events=nodes["launch"][own, 1],
+                alone_s=seconds[own, 0],
+                **{name: table.about[name][place] for name in _ABOUT},
             )
         )
     return out
 
 
-class _Columns:
-    """Nodes and edges of all segments as columns, in the order of the segments and of issue."""
-
-    def __init__(self, table: GraphTable) -> None:
-        rows = [{**table.rows[name], "stream": self._streams(table, name)} for name in WORK_TYPES]
-        nodes = {name: np.concatenate([each[name] for each in rows]) for name in rows[0]}
-        order = np.lexsort((nodes["node"], nodes["graph"]))
-        nodes = {name: values[order] for name, values in nodes.items()}
-        self._bounds = np.searchsorted(nodes["graph"], np.arange(len(table) + 1))
-        self._seconds, self._launch = np.exp(nodes["y"].astype(np.float64)), nodes["launch"]
-        self._works, self._work = distinct_works(nodes)
-        self._stream, self._share = nodes["stream"], nodes["share"]
-        self._edges, self._edge_bounds = self._all_edges(table)
-
-    @staticmethod
-    def _streams(table: GraphTable, name: str) -> Ints:
-        """Stream of each node of a type."""
-        runs = table.rows[name, "runs_on", "stream"]
-        stream = np.full(len(table.rows[name]["graph"]), -1)
-        stream[table.bounds[name][runs["graph"]] + runs["ends"][:, 0]] = runs["ends"][:, 1]
-        return stream
-
-    @staticmethod
-    def _all_edges(table: GraphTable) -> tuple[Ints, Ints]:
-        found = [np.zeros((4, 0), dtype=np.int64)]
-        for key in edge_types():
-            source, relation, target = key
-            if relation in _WHY and _WHY[relation] != _ORDERED and {source, target} <= set(WORK_TYPES):
-                graph, ends = table.rows[key]["graph"], table.rows[key]["ends"]
-                pair = [
-                    table.rows[name]["node"][table.bounds[name][graph] + ends[:, side]]
-                    for side, name in enumerate((source, target))
-                ]
-                found.append(np.stack([graph, *pair, np.full(len(graph), _WHY[relation])]))
-        edges = np.concatenate(found, axis=1)
-        edges = edges[:, np.lexsort((edges[3], edges[1], edges[2], edges[0]))]
-        return edges[1:], np.searchsorted(edges[0], np.arange(len(table) + 1))
-
-    def times(self, row: int) -> tuple[Any, Any, Any]:
-        """Seconds alone and in context, ``(n,)`` each, and launches, ``(n, 2)``, of a segment's nodes."""
-        own = slice(self._bounds[row], self._bounds[row + 1])
-        return self._seconds[own, 0], self._seconds[own, 1], self._launch[own]
-
-    def program(self, row: int, label: str, streams: Sequence[str], shared: dict[object, Program]) -> Program:
-        """The program of a segment; ``shared`` has those found before."""
-        own = slice(self._bounds[row], self._bounds[row + 1])
-        edges = self._edges[:, self._edge_bounds[row] : self._edge_bounds[row + 1]]
-        columns = (self._work[own], self._stream[own], self._share[own], edges)
-        key = (label, tuple(streams), *(column.tobytes() for column in columns))
-        if key not in shared:
-            shared[key] = Program.of_rows(self._works, streams, columns[:3], edges, label)
-        return shared[key]
+def _edges(table: GraphTable) -> Ints:
+    """Edges between works, ``(4, e)``: graph, source and target by their places in it, and kind; in this order."""
+    found = [np.zeros((4, 0), dtype=np.int64)]
+    for key in edge_types():
+        source, relation, target = key
+        if relation in _WHY and _WHY[relation] != _ORDERED and {source, target} <= set(WORK_TYPES):
+            graph, ends = table.rows[key]["graph"], table.rows[key]["ends"].T
+            places = [table.bounds[name][graph] + each for name, each in zip((source, target), ends, strict=True)]
+            pair = [table.rows[name]["node"][at] for name, at in zip((source, target), places, strict=True)]
+            found.append(np.stack([graph, *pair, np.full(len(graph), _WHY[relation])]))
+    edges = np.concatenate(found, axis=1)
+    return edges[:, np.lexsort((edges[3], edges[1], edges[2], edges[0]))]
 
 
 _LAUNCHED = ("log_blocks", "log_threads", "registers", "log_shared_bytes")
