@@ -11,6 +11,7 @@ import ast
 import heapq
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
@@ -57,12 +58,7 @@ def read_chakra(
         if on_file is not None:
             on_file(number + 1, len(files))
     _walk(found)
-    members: dict[str, set[int]] = {}
-    for rank, nodes in zip(ranks, found, strict=True):
-        for node in nodes:
-            if node.met is not None:
-                members.setdefault(node.met[0], set()).add(rank)
-    sizes = {name: len(each) for name, each in members.items()}
+    sizes = Counter(name for nodes in found for name in {node.met[0] for node in nodes if node.met is not None})
     return [_graph(nodes, world, sizes).replace(rank=rank) for rank, nodes in zip(ranks, found, strict=True)]
 
 
@@ -161,7 +157,7 @@ def _walk(ranks: Sequence[list[ChakraNode]]) -> None:
         ) from None
 
 
-def _graph(nodes: list[ChakraNode], world: int, sizes: dict[str, int]) -> Program:
+def _graph(nodes: list[ChakraNode], world: int, sizes: Mapping[str, int]) -> Program:
     start, end = (np.array([getattr(node, name) for node in nodes]) for name in ("start_us", "end_us"))
     edges: list[tuple[int, int, Dependency]] = []
     last: dict[str, int] = {}
@@ -174,12 +170,11 @@ def _graph(nodes: list[ChakraNode], world: int, sizes: dict[str, int]) -> Progra
     bounds = Steps([(0.0, float(end.max(initial=0.0)))], -1, "nothing")
     built = Assembly(start, end, start, start, [*edges_by_kind(edges)], bounds)
     for node in nodes:
-        columns, work, known = {"kind": HOST, "known": 1}, None, True
+        columns = {"stream": built.streams[node.stream], "name": built.names[node.name], "kind": HOST, "known": 1}
         if node.kind != "host":
             work, known = _work(node, max(sizes[node.met[0]], 2) if node.met else 2, world)
-            columns = {"kind": COLLECTIVE if isinstance(work, Collective) else OP, "known": int(known)}
+            columns |= {"kind": COLLECTIVE if isinstance(work, Collective) else OP, "known": int(known)}
             columns["work"] = built.works[work]
-        columns |= {"stream": built.streams[node.stream], "name": built.names[node.name]}
         for name, value in columns.items():
             built.columns[name][node.place] = value
         if node.met is not None and world > 1 and node.type == COMM:
@@ -206,37 +201,34 @@ def _work(node: ChakraNode, group: int, world: int) -> tuple[Op | Collective, bo
     moved = {"MEM_LOAD_NODE": "from_host", "MEM_STORE_NODE": "to_host"}.get(node.type)
     if moved is not None:
         return intern_op(moved, (max(size // 4, 0),), "fp32"), True
-    op = _classified(next((each for each in node.before if each.kind == "host"), node))
-    if op is not None:
-        return op, True
-    named = named_kind(node.name)
-    if named is not None:
-        return intern_op(named, (0,) * len(OP_KINDS[named].dim_names), "fp32"), True
-    return intern_op("opaque", (0, 0, 0, 0), "fp32"), False
+    op, named = _classified(next((each for each in node.before if each.kind == "host"), node)), named_kind(node.name)
+    kind = named or "opaque"
+    return op or intern_op(kind, (0,) * len(OP_KINDS[kind].dim_names), "fp32"), bool(op or named)
 
 
 def _classified(call: ChakraNode) -> Op | None:
     """The op that a framework call is, by its name and the shapes of its inputs."""
     name = _PART.sub("", call.name)
-    if name not in call_table() and not name.startswith("aten::"):
-        return None
-    shapes, types = _literal(call.shapes), _literal(call.types)
-    if not isinstance(shapes, list) or not isinstance(types, list):
-        return None
-    plain = [str(each).removeprefix("Tensor(").removesuffix(")") for each in types]
-    args = {"Input Dims": shapes, "Input type": plain}
-    try:
-        return classify(name, args, Scope()) if name in call_table() else classify_unknown(args)
-    except (ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError):
-        return None
-
-
-def _literal(text: str) -> Any:
-    if not text or len(text) > _MOST_TEXT:
+    known = name in call_table()
+    if not (known or name.startswith("aten::")) or max(len(call.shapes), len(call.types)) > _MOST_TEXT:
         return None
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        shapes, types = ast.literal_eval(call.shapes), ast.literal_eval(call.types)
+        if not isinstance(shapes, list) or not isinstance(types, list):
+            return None
+        plain = [str(each).removeprefix("Tensor(").removesuffix(")") for each in types]
+        args = {"Input Dims": shapes, "Input type": plain}
+        return classify(name, args, Scope()) if known else classify_unknown(args)
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        OverflowError,
+        SyntaxError,
+        MemoryError,
+        RecursionError,
+    ):
         return None
 
 
@@ -305,22 +297,19 @@ def read_nodes(path: Path) -> list[ChakraNode]:
         nodes = list(_json_nodes(data) if data.lstrip()[:1] in (b"{", b"[") else _wire_nodes(data))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise TraceError(f"{path} must be a whole Chakra execution trace (protobuf or JSON): {error}") from None
-    seen: set[int] = set()
-    for node in nodes:
-        if node.id in seen:
-            raise TraceError(f"every node of a Chakra trace must have an id of its own, got {node.id} twice in {path}")
-        seen.add(node.id)
+    for number, count in Counter(node.id for node in nodes).most_common(1):
+        if count > 1:
+            raise TraceError(f"every node of a Chakra trace must have an id of its own, got {number} twice in {path}")
     if not nodes:
         raise TraceError(f"a Chakra trace must hold nodes, got none in {path}")
     return nodes
 
 
 def _wire_nodes(data: bytes) -> Iterator[ChakraNode]:
-    at, messages = 0, []
+    _, at = _bytes(data, 0) if data else (b"", 0)  # the metadata
     while at < len(data):
         message, at = _bytes(data, at)
-        messages.append(message)
-    return map(_wire_node, messages[1:])
+        yield _wire_node(message)
 
 
 def _wire_node(message: bytes) -> ChakraNode:

@@ -15,7 +15,7 @@ from stepsight.dataset.graph.columns import Floats, Ints
 from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.traces.classify import parse_annotation
 from stepsight.dataset.traces.event_columns import Interned, RankEvents, Table, picked
-from stepsight.dataset.traces.host_calls import HostCalls, Steps, chain
+from stepsight.dataset.traces.host_calls import Steps, chain, in_order
 
 LAUNCH_US, GAP_US, EVENT_US = 1.7, 1.2, 2.5  # delays of devices if a trace does not show them
 _MOST_OWN_GAP_US = 20.0  # longest usual delay between two kernels
@@ -30,7 +30,7 @@ _SPIN = "spin_kernel"  # torch's, by which a stand-in lets the time of a collect
 class Parts:
     """A graph while it grows: the host's calls first, then the device's events, each in order; microseconds."""
 
-    calls: HostCalls  # of the host
+    calls: Table  # of the host
     row: Ints  # ``(d,)``: row of the runtime table that launched each device event, -1: unknown
     launch: Ints  # ``(d,)``: call of that row, -1: unknown
     previous: Ints  # ``(d,)``: event before each on its stream, -1: none
@@ -131,7 +131,7 @@ def tie(events: RankEvents, steps: Steps, rows: Ints) -> Parts:
 
 def _host_calls(
     events: RankEvents, steps: Steps, rows: Ints, blocked: dict[int, float], names: Interned
-) -> tuple[HostCalls, Ints, Ints]:
+) -> tuple[Table, Ints, Ints]:
     """Host calls, and for each row of the runtime table the call in which it begins and that in which it ends.
 
     A copy that the host waits for is two calls: the launch, and the wait.  ``blocked`` holds them by row, with the
@@ -147,17 +147,17 @@ def _host_calls(
     marks = sorted({moment for bounds in steps.bounds for moment in bounds})
     begin_s = start[split]
     start[split] = middle
-    calls = HostCalls(
+    calls = in_order(
         np.concatenate([start, begin_s, marks]),
         np.concatenate([end, middle, marks]),
-        np.concatenate([thread, thread[split], np.full(len(marks), main)]).astype(np.int64),
-        np.concatenate([rows, rows[split], np.full(len(marks), -1)]).astype(np.int64),
-        np.concatenate([name, name[split], np.full(len(marks), names["step"])]).astype(np.int64),
-    ).sorted()
+        np.concatenate([thread, thread[split], np.full(len(marks), main)]),
+        np.concatenate([rows, rows[split], np.full(len(marks), -1)]),
+        np.concatenate([name, name[split], np.full(len(marks), names["step"])]),
+    )
     first, last = np.full((2, len(runtime)), -1, dtype=np.int64)
-    places = np.flatnonzero(calls.row >= 0)
-    last[calls.row[places]] = places
-    first[calls.row[places[::-1]]] = places[::-1]
+    places = np.flatnonzero(calls["row"] >= 0)
+    last[calls["row"][places]] = places
+    first[calls["row"][places[::-1]]] = places[::-1]
     return calls, first, last
 
 

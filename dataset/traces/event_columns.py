@@ -185,7 +185,10 @@ class RankEvents:
             marks.sort(key=lambda each: (each.start, -each.end))
         self.names, self.streams, self._texts = list(self._names), list(self._streams), list(self._signatures)
         self.kernels = [(str(category).lower(), name, _json(launch)) for category, name, launch in self._kernels]
-        self._warn_of_unread_devices()
+        other = sorted(str(category) for category, kind in self._kinds.items() if kind < 0 and _OTHER in str(category))
+        if not len(self.device) and (other or self.header.get("deviceProperties")):
+            what = f"its events are of category {', '.join(other)[:80]}" if other else "it holds no kernels"
+            self.warnings.append(f"the graph is that of the host: the trace names an accelerator, and {what}")
         del self._ops, self._runtime, self._device  # as much memory again
 
     def arguments(self, signature: int) -> dict[str, Any]:
@@ -267,18 +270,14 @@ class RankEvents:
         return numbers
 
     def _set_apart(self, events: list[Event], numbers: list[int]) -> tuple[list[Event], list[int]]:
-        """The ops among the events; annotations and communication calls are stored separately."""
-        marks: list[int] = []
+        """The ops among the events, communication calls included; these and annotations are stored too."""
+        kept = []
         for row, number in enumerate(numbers):
-            if number in self._named:
-                if self._named[number] == _COMMUNICATION:
-                    self.comms.append(self._stretch(events[row]))
-                else:
-                    self.annotations.append(self._stretch(events[row]))
-                    marks.append(row)
-        if not marks:
-            return events, numbers
-        kept = sorted({*range(len(events))}.difference(marks))
+            name = self._named.get(number)
+            if name is not None:
+                (self.comms if name == _COMMUNICATION else self.annotations).append(self._stretch(events[row]))
+            if name in (None, _COMMUNICATION):
+                kept.append(row)
         return [events[row] for row in kept], [numbers[row] for row in kept]
 
     def _add_calls(self, events: list[Event]) -> None:
@@ -308,13 +307,6 @@ class RankEvents:
         thread = self._threads[event.pid, event.tid]
         return Annotation(str(event.name), start, start + max(length, 0.0), thread, event.table())
 
-    def _warn_of_unread_devices(self) -> None:
-        """Warn if the trace is from an accelerator but has no readable device events."""
-        other = sorted(str(category) for category, kind in self._kinds.items() if kind < 0 and _OTHER in str(category))
-        if not len(self.device) and (other or self.header.get("deviceProperties")):
-            what = f"its events are of category {', '.join(other)[:80]}" if other else "it holds no kernels"
-            self.warnings.append(f"the graph is that of the host: the trace names an accelerator, and {what}")
-
 
 @contextmanager
 def well_formed(path: Path) -> Iterator[None]:
@@ -333,12 +325,8 @@ def _listed(args: Sequence[Any], *names: str) -> list[list[Any]]:
 
 def _sizes(args: OpArgs) -> tuple[bytes, ...]:
     """Dims, types, strides and literals as JSON text; nothing without dims."""
-    dims = bytes(args.dims)
-    if dims in _NO_DIMS:
-        dims = bytes(args.dims_1_8)
-        if dims in _NO_DIMS:
-            return ()
-    return dims, bytes(args.types), bytes(args.strides), bytes(args.literals)
+    dims = next((text for text in (bytes(args.dims), bytes(args.dims_1_8)) if text not in _NO_DIMS), None)
+    return () if dims is None else (dims, bytes(args.types), bytes(args.strides), bytes(args.literals))
 
 
 def _json(parts: tuple[bytes, ...]) -> bytes:

@@ -9,12 +9,13 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from stepsight.dataset.graph.columns import PHASES, Flags, Floats, Ints, Span
 from stepsight.dataset.traces.classify import parse_annotation
-from stepsight.dataset.traces.event_columns import Annotation, RankEvents
+from stepsight.dataset.traces.event_columns import Annotation, RankEvents, Table
 
 FORWARD, BACKWARD, OPTIMIZER = range(3)
 _MARK, _OP, _CALL = range(3)
@@ -97,9 +98,7 @@ def is_evaluation(name: str) -> bool:
 def _named_phase(name: str) -> int:
     if name.startswith(_BACKWARDS) or _NODE.search(name):
         return BACKWARD
-    if name.startswith(_OPTIMIZERS):
-        return OPTIMIZER
-    return -1
+    return OPTIMIZER if name.startswith(_OPTIMIZERS) else -1
 
 
 def _enclosing(start: Floats, end: Floats, thread: Ints, opens: Flags) -> tuple[Ints, Ints]:
@@ -144,47 +143,32 @@ def _inherited(own: dict[str, Ints], marks: Flags, above: Ints, depth: Ints) -> 
 _LEAST_WAIT_US = 15.0  # shorter gaps are the host's own work
 
 
-@dataclass
-class HostCalls:
-    """Calls of host threads on which other nodes depend, in order of start; microseconds.
-
-    Shapes: ``n`` calls.
+def in_order(start: Floats, end: Floats, thread: Any, row: Any, name: Any) -> Table:
+    """Calls of host threads on which other nodes depend: ``thread``, ``row`` of the runtime table (-1: a mark) and
+    number of a ``name``.  A call that begins within the previous one on its thread begins when that ends.
     """
-
-    start: Floats  # ``(n,)``
-    end: Floats  # ``(n,)``
-    thread: Ints  # ``(n,)``
-    row: Ints  # ``(n,)``: row of the runtime table, -1 for marks
-    name: Ints  # ``(n,)``: number of a name
-
-    def __len__(self) -> int:
-        return len(self.start)
-
-    def sorted(self) -> HostCalls:
-        """The calls in order; a call that begins within the previous one on its thread begins when that ends."""
-        order = np.lexsort((self.end, self.start))
-        start, end, thread = self.start[order].copy(), self.end[order].copy(), self.thread[order]
-        for each in np.unique(thread):
-            own = np.flatnonzero(thread == each)
-            latest = np.maximum.accumulate(end[own])
-            start[own[1:]] = np.maximum(start[own[1:]], latest[:-1])
-            end[own] = np.maximum(end[own], start[own])
-        again = np.lexsort((end, start))
-        order = order[again]
-        return HostCalls(start[again], end[again], self.thread[order], self.row[order], self.name[order])
+    columns = {"thread": thread, "row": row, "name": name}
+    calls = Table(start, end, {key: np.asarray(values, dtype=np.int64) for key, values in columns.items()})
+    calls = calls.take(np.lexsort((end, start)))
+    for each in np.unique(calls["thread"]):
+        own = np.flatnonzero(calls["thread"] == each)
+        latest = np.maximum.accumulate(calls.end[own])
+        calls.start[own[1:]] = np.maximum(calls.start[own[1:]], latest[:-1])
+        calls.end[own] = np.maximum(calls.end[own], calls.start[own])
+    return calls.take(np.lexsort((calls.end, calls.start)))
 
 
-def chain(calls: HostCalls, events: RankEvents) -> tuple[Ints, Ints, Floats]:
+def chain(calls: Table, events: RankEvents) -> tuple[Ints, Ints, Floats]:
     """Order the calls of each thread, and across threads where one waits for another: sources, targets and delays."""
     nothing = np.zeros(0, dtype=np.int64)
-    found = [_chain_of(calls, int(thread), events) for thread in np.unique(calls.thread)]
+    found = [_chain_of(calls, int(thread), events) for thread in np.unique(calls["thread"])]
     source, target, delay = zip((nothing, nothing, np.zeros(0)), *found, strict=True)
     return np.concatenate(source), np.concatenate(target), np.concatenate(delay)
 
 
-def _chain_of(calls: HostCalls, thread: int, events: RankEvents) -> tuple[Ints, Ints, Floats]:
+def _chain_of(calls: Table, thread: int, events: RankEvents) -> tuple[Ints, Ints, Floats]:
     """Edges to the calls of one thread, in order: from the previous call, and from calls that it waited for."""
-    own = np.flatnonzero(calls.thread == thread)
+    own = np.flatnonzero(calls["thread"] == thread)
     busy = np.sort(events.ops.start[events.ops["thread"] == thread])
     since = np.concatenate([[-np.inf], calls.end[own[:-1]]])
     gap = calls.start[own] - since
@@ -205,12 +189,12 @@ def _chain_of(calls: HostCalls, thread: int, events: RankEvents) -> tuple[Ints, 
     return source[order], target[order], delay[order]
 
 
-def _awaited(calls: HostCalls, busy: Floats, since: float, node: int) -> int:
+def _awaited(calls: Table, busy: Floats, since: float, node: int) -> int:
     """The call of another thread that a thread waited for before ``node``, -1: none."""
     low, high = int(np.searchsorted(calls.start, since)), node
     while high > low and calls.end[high - 1] > calls.start[node]:
         high -= 1
-    own = calls.thread[low:high] == calls.thread[node]
+    own = calls["thread"][low:high] == calls["thread"][node]
     between = np.flatnonzero(~own) + low
     if not len(between):
         return -1
@@ -314,25 +298,19 @@ def _annotated(marks: list[Annotation]) -> Steps:
 
 def _optimizer_ends(events: RankEvents) -> tuple[list[float], int]:
     """Ends of the optimizer's steps; with several optimizers, of the last one in each step."""
-    marks = [each for each in events.annotations if each.name.startswith("Optimizer.step")]
-    if not marks:
-        return [], -1
-    counts = Counter(mark.name for mark in marks)
-    name = max(counts, key=lambda name: (-counts[name], max(mark.end for mark in marks if mark.name == name)))
-    chosen = [mark for mark in marks if mark.name == name]
-    return [mark.end for mark in chosen], chosen[0].thread
+    by_name: dict[str, list[Annotation]] = {}
+    for mark in events.annotations:
+        if mark.name.startswith("Optimizer.step"):
+            by_name.setdefault(mark.name, []).append(mark)
+    chosen = max(by_name.values(), key=lambda marks: (-len(marks), max(mark.end for mark in marks)), default=[])
+    return [mark.end for mark in chosen], chosen[0].thread if chosen else -1
 
 
 def _backward_ends(events: RankEvents, tree: CallTree) -> tuple[list[float], int]:
     """Ends of backward passes: the last evaluation before forward calls start again."""
     outer = np.flatnonzero((tree.parent < 0) & (tree.phase >= 0))
-    if not len(outer):
-        return [], -1
     is_backward = tree.phase[outer] == 1
-    turns = np.flatnonzero(is_backward[:-1] & ~is_backward[1:])
-    ends = [float(events.ops.end[outer[turn]]) for turn in turns]
-    if is_backward[-1]:
-        ends.append(float(events.ops.end[outer[-1]]))
+    ends = events.ops.end[outer[is_backward & ~np.append(is_backward[1:], False)]].tolist()
     forward = events.ops["thread"][outer[~is_backward]]
     return ends, int(np.bincount(forward).argmax()) if len(forward) else -1
 
@@ -340,15 +318,14 @@ def _backward_ends(events: RankEvents, tree: CallTree) -> tuple[list[float], int
 def _between(begin: float, ends: list[float], thread: int, found_by: str, events: RankEvents) -> Steps:
     """Steps from end to end; steps unlike the others are incomplete and are dropped."""
     limits = np.array([begin, *ends] if len(ends) < _ENOUGH else ends)  # anything may come before the first end
-    moments = np.concatenate([events.runtime.start, events.ops.start])
-    counts = np.histogram(moments, limits)[0] if len(limits) > 1 else np.zeros(0)
-    usual = float(np.median(counts)) if len(counts) else 0.0
-    whole = np.abs(counts - usual) <= _ALIKE * usual
-    bounds = [(a, b) for a, b, good in zip(limits[:-1], limits[1:], whole.tolist(), strict=True) if good and b > a]
-    warnings = []
-    if left := len(counts) - len(bounds):
+    counts = np.histogram(np.concatenate([events.runtime.start, events.ops.start]), limits)[0]
+    usual = float(np.median(counts))
+    whole = (np.abs(counts - usual) <= _ALIKE * usual) & (np.diff(limits) > 0)
+    bounds = list(zip(limits[:-1][whole].tolist(), limits[1:][whole].tolist(), strict=True))
+    left, warnings = len(counts) - len(bounds), []
+    if left:
         warnings.append(f"steps that are not whole: {left} of {len(counts)} differ from the usual one and are left out")
-    return Steps([(float(a), float(b)) for a, b in bounds], thread, found_by, warnings)
+    return Steps(bounds, thread, found_by, warnings)
 
 
 def _repeated(events: RankEvents, launched: Floats) -> list[tuple[float, float]]:

@@ -16,14 +16,14 @@ from stepsight.dataset.kinds import gloo_spans
 from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
 from stepsight.dataset.traces.assembly import MICROSECOND, Assembly, Edges
 from stepsight.dataset.traces.classify import intern_op
-from stepsight.dataset.traces.event_columns import Annotation, Interned, RankEvents
+from stepsight.dataset.traces.event_columns import Annotation, Interned, RankEvents, Table
 from stepsight.dataset.traces.host_calls import (
     CallTree,
-    HostCalls,
     Steps,
     annotated_phases,
     chain,
     find_steps,
+    in_order,
     segment_spans,
 )
 from stepsight.dataset.traces.host_works import HostWorks, Work, host_call_starts
@@ -47,7 +47,7 @@ def host_graph(events: RankEvents, tree: CallTree, world_size: int, placement: P
         raise TraceError(f"a trace must hold at least one op or collective, got none in {events.path}")
     steps, names = find_steps(events, tree, np.zeros(0)), Interned()
     calls, first = _calls(host, collectives, steps, names), len(host.ops)
-    issues = np.argsort(calls.row)[first : first + len(collectives)]
+    issues = np.argsort(calls["row"])[first : first + len(collectives)]
     source, target, delay = chain(calls, events)
     waited = overlap(merge([wait[1:] for wait in waits]), calls.end[source], calls.start[target])
     edges = [(source, target, Dependency.HOST_ORDER, np.maximum(delay - waited, 0.0))]
@@ -63,8 +63,8 @@ def host_graph(events: RankEvents, tree: CallTree, world_size: int, placement: P
         names=names,
         streams=Interned(compute=0),
     )
-    works = [*(host.ops[row] if row < first else None for row in calls.row.tolist()), *collectives]
-    _fill(built, events, tree, calls.name, works)
+    works = [*(host.ops[row] if row < first else None for row in calls["row"].tolist()), *collectives]
+    _fill(built, events, tree, calls["name"], works)
     graph = built.graph("cpu", "cpu", events.num_events)
     record = HostRecord(
         spans=segment_spans(events, graph.origin_us),
@@ -95,7 +95,7 @@ def _largest_group(events: RankEvents, rank: int, world_size: int) -> tuple[int,
     return max(sizes, default=(0, ()))[1]
 
 
-def _calls(host: HostWorks, collectives: list[Work], steps: Steps, names: Interned) -> HostCalls:
+def _calls(host: HostWorks, collectives: list[Work], steps: Steps, names: Interned) -> Table:
     """Ops, issues of collectives and bounds of steps as calls, whose rows number them in this order."""
     marks = sorted({moment for bounds in steps.bounds for moment in bounds})
     streams = {"compute": host.main}
@@ -110,11 +110,10 @@ def _calls(host: HostWorks, collectives: list[Work], steps: Steps, names: Intern
         *(f"issue {work.name}" for work in collectives),
         *(["step"] * len(marks)),
     ]
-    numbers = np.array([names[each] for each in name], np.int64)
-    return HostCalls(start, end, np.array(thread, np.int64), np.arange(len(start)), numbers).sorted()
+    return in_order(start, end, thread, np.arange(len(start)), [names[each] for each in name])
 
 
-def _in_streams(collectives: list[Work], calls: HostCalls, issues: Ints) -> Iterator[Edges]:
+def _in_streams(collectives: list[Work], calls: Table, issues: Ints) -> Iterator[Edges]:
     """Launches of collectives by the calls that issue them, and the order on their streams; they follow the calls."""
     base, everyone = len(calls), np.arange(len(collectives), dtype=np.int64)
     launches: list[float] = []
@@ -134,10 +133,10 @@ def _in_streams(collectives: list[Work], calls: HostCalls, issues: Ints) -> Iter
     yield _columns(ordered, Dependency.STREAM_ORDER)
 
 
-def _ends(collectives: list[Work], waits: list[Wait], calls: HostCalls, main: int) -> Edges:
+def _ends(collectives: list[Work], waits: list[Wait], calls: Table, main: int) -> Edges:
     """Ends of waits for collectives: the next call of the main thread depends on them."""
     found: dict[int, dict[int, float]] = {}  # by what waits: delays after the awaited work
-    mains = np.flatnonzero(calls.thread == main)
+    mains = np.flatnonzero(calls["thread"] == main)
     starts = calls.start[mains].tolist()
     for number, begin, end in waits:
         place, work = bisect_left(starts, end - 1e-3), collectives[number]

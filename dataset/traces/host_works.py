@@ -133,7 +133,7 @@ class HostWorks:
                 if name in communication:
                     said = _c10d_call(name, events.arguments(signatures[row]))
                     self.calls.append(Annotation(name, start, end, thread, said))
-            elif maybe[row] < 0 and _may_be_work(name):
+            elif maybe[row] < 0 and "::" in name and name not in _WRAPPERS and not name.startswith(_BOOKKEEPING):
                 op = classify_unknown(events.arguments(signatures[row]))
                 if op is not None:
                     works[row] = Work(op, name, start, start, end, end - start, thread, known=False)
@@ -146,8 +146,8 @@ def _whole_ops(works: list[Work]) -> list[Work]:
     out: list[Work] = []
     last: dict[int, Work] = {}  # by thread
     for work in works:
-        before = last.get(work.stream)
-        if before is not None and before.work == work.work and isinstance(work.work, Op) and work.work.record.in_parts:
+        before = last.setdefault(work.stream, work)
+        if before is not work and before.work == work.work and isinstance(work.work, Op) and work.work.record.in_parts:
             before.end, before.own = work.end, before.own + work.own
             before.recorded += work.recorded
         else:
@@ -169,10 +169,6 @@ def host_call_starts(events: RankEvents, main: int | None) -> Floats:
 def _weightless(events: RankEvents) -> Flags:
     """``(n,)``: which framework calls move nothing."""
     return np.array([name in _WEIGHTLESS for name in events.names], dtype=np.bool_)[events.ops["name"]]
-
-
-def _may_be_work(name: str) -> bool:
-    return "::" in name and name not in _WRAPPERS and name not in _WEIGHTLESS and not name.startswith(_BOOKKEEPING)
 
 
 def _c10d_call(name: str, args: dict[str, Any]) -> dict[str, Any]:

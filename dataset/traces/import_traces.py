@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,13 +39,12 @@ def trace_files(paths: Sequence[Path], suffixes: tuple[str, ...] = _JSON) -> lis
     """The given files, and the files of given folders with one of the suffixes."""
     found: list[Path] = []
     for path in paths:
+        inside = [path]
         if path.is_dir():
             inside = sorted(each for each in path.iterdir() if each.name.endswith(suffixes) and each.is_file())
-            if not inside:
-                raise TraceError(f"a folder of traces must hold files that end in {' or '.join(suffixes)}: {path}")
-            found += inside
-        else:
-            found.append(path)
+        if not inside:
+            raise TraceError(f"a folder of traces must hold files that end in {' or '.join(suffixes)}: {path}")
+        found += inside
     twice = {str(path) for path in found if found.count(path) > 1}
     if twice:
         raise TraceError(f"every trace must be named once, got {', '.join(sorted(twice))}")
@@ -77,15 +77,18 @@ def import_ranks(
     else:
         joined, graphs = _execution_of(files, trace_files(executions) if executions else []), []
         for number, path in enumerate(files, 1):
-            graphs.append(_read(form, path, place, joined.get(path))[1])
+            graphs.append(
+                read_rank(path, place, joined.get(path))
+                if form == "kineto"
+                else graph_of_trace(read_rank_trace(form, path, place))
+            )
             if on_file is not None:
                 on_file(number, len(files))
     graphs = _numbered(graphs, files)
     order = sorted(range(len(graphs)), key=lambda number: graphs[number].rank)
     ordered = [graphs[number] for number in order]
-    warnings = [
-        f"rank {graph.rank}: {told}" if len(graphs) > 1 else told for graph in ordered for told in graph.warnings
-    ]
+    ranked = {graph.rank: f"rank {graph.rank}: " if len(graphs) > 1 else "" for graph in ordered}
+    warnings = [ranked[graph.rank] + told for graph in ordered for told in graph.warnings]
     return Imported(tuple(ordered), tuple(files[number] for number in order), (*warnings, *_check_ranks(ordered)))
 
 
@@ -94,16 +97,11 @@ def _execution_of(files: Sequence[Path], executions: Sequence[Path]) -> dict[Pat
     if not executions:
         return {}
     if len(executions) > len(files):
-        raise TraceError(
-            f"there must be at most one execution trace for each trace, got {len(executions)} > {len(files)}"
-        )
-    if len(files) == len(executions) == 1:
-        return {files[0]: executions[0]}
+        raise TraceError(f"each trace takes at most one execution trace, got {len(executions)} for {len(files)}")
     by_rank = {_rank_in(path): path for path in executions}
-    if None not in by_rank and len(by_rank) == len(executions):
-        found = {path: by_rank[_rank_in(path)] for path in files if _rank_in(path) in by_rank}
-        if len(found) == len(executions):
-            return found
+    found = {path: by_rank[_rank_in(path)] for path in files if _rank_in(path) in by_rank}
+    if len(files) > 1 and None not in by_rank and len(by_rank) == len(found) == len(executions):
+        return found
     if len(executions) != len(files):
         raise TraceError(
             "execution traces must have the numbers of their ranks in their names, or be as many as traces"
@@ -149,10 +147,8 @@ def _check_once(ranks: Sequence[int], files: Sequence[Path]) -> None:
 
 def _check_ranks(graphs: Sequence[Program]) -> list[str]:
     """Warnings about ranks that do not belong together."""
-    for what, values in (
-        ("world size", {graph.world_size for graph in graphs}),
-        ("kind of device", {graph.device for graph in graphs}),
-    ):
+    for what, name in (("world size", "world_size"), ("kind of device", "device")):
+        values = {getattr(graph, name) for graph in graphs}
         if len(values) > 1:
             raise TraceError(f"ranks must be of one job, got different values of {what}: {sorted(values)}")
     world, ranks = graphs[0].world_size, [graph.rank for graph in graphs]
@@ -163,43 +159,36 @@ def _check_ranks(graphs: Sequence[Program]) -> list[str]:
         absent = [rank for rank in range(min(world, max(ranks) + _MOST_TOLD + 2)) if rank not in ranks]
         told = ", ".join(map(str, absent[:_MOST_TOLD])) + (" …" if world - len(ranks) > _MOST_TOLD else "")
         warnings.append(f"ranks are missing: {world - len(ranks)} of {world} ({told}); what others wait for is unknown")
-    counts = {graph.rank: len(graph.steps_s) for graph in graphs}
-    if len(set(counts.values())) > 1:
-        warnings.append(f"numbers of steps differ: {min(counts.values())} to {max(counts.values())} by rank")
+    counts = [len(graph.steps_s) for graph in graphs]
+    if min(counts) < max(counts):
+        warnings.append(f"numbers of steps differ: {min(counts)} to {max(counts)} by rank")
     return warnings + _check_meetings(graphs)
 
 
 def _check_meetings(graphs: Sequence[Program]) -> list[str]:
-    if len(graphs) < 2:
-        return []
     collectives = [int(((g.columns["kind"] == COLLECTIVE) & (g.columns["group"] >= 0)).sum()) for g in graphs]
-    if not all(collectives):
+    if len(graphs) < 2 or not all(collectives):
         return []
-    numbered = numbered_alike(graphs)
-    met = meetings(graphs)[0]
-    most = max(collectives)
+    numbered, met = numbered_alike(graphs), meetings(graphs)[0]
     if len(numbered) < _LEAST_ALIKE * min(collectives) and len(graphs) == graphs[0].world_size:
         raise TraceError(
-            f"ranks must be of one job, got {len(numbered)} collectives in common of {most}: "
+            f"ranks must be of one job, got {len(numbered)} collectives in common of {max(collectives)}: "
             "the traces are of different jobs or of different steps"
         )
-    if len(met) < len(numbered):
-        told = f"{len(numbered) - len(met)} of {len(numbered)} do not end together, and count as different ones"
-        cause = "" if met else ": the traces may be of different jobs or different steps"
-        return [f"collectives of the ranks differ: {told}{cause}"]
-    return []
+    if len(met) == len(numbered):
+        return []
+    told = f"{len(numbered) - len(met)} of {len(numbered)} do not end together, and count as different ones"
+    cause = "" if met else ": the traces may be of different jobs or different steps"
+    return [f"collectives of the ranks differ: {told}{cause}"]
 
 
 def summary(found: Imported) -> dict[str, Any]:
     """The output of ``stepsight import FORMAT --json``."""
     graphs = found.graphs
     device = sum(graph.device_time_s for graph in graphs)
-    counts = {why.value: 0 for why in Dependency}
+    counts = Counter({Dependency.RENDEZVOUS.value: sum(len(members) - 1 for members in meetings(graphs)[0])})
     for graph in graphs:
-        for kind, count in graph.dependency_counts().items():
-            counts[kind] += count
-    if len(graphs) > 1:
-        counts[Dependency.RENDEZVOUS.value] += sum(len(members) - 1 for members in meetings(graphs)[0])
+        counts.update(graph.dependency_counts())
     opaque = sum(float(graph.duration_s[graph.on_device & (graph.columns["known"] < 1)].sum()) for graph in graphs)
     share = 100.0 * opaque / device if device else 0.0
     return {
@@ -208,7 +197,7 @@ def summary(found: Imported) -> dict[str, Any]:
         "device_time_s": device,
         "recognised_percent": 100.0 - share if device else 0.0,
         "opaque_percent": share,
-        "dependencies": counts,
+        "dependencies": {why.value: counts[why.value] for why in Dependency},
         "warnings": list(found.warnings),
         "nodes": sum(len(graph) for graph in graphs),
         "events": sum(graph.events for graph in graphs),
@@ -254,14 +243,6 @@ def read_rank_trace(form: str, path: Path, placement: Placement) -> RankTrace:
     return trace
 
 
-def _read(form: str, path: Path, placement: Placement, execution: Path | None) -> tuple[RankTrace | None, Program]:
-    """Graph of one rank's file; its trace too, where that is what the reader gives."""
-    if form == "kineto":
-        return None, read_rank(path, placement, execution)
-    trace = read_rank_trace(form, path, placement)
-    return trace, graph_of_trace(trace)
-
-
 def read_rank_files(
     files: Mapping[str, str], folder: Path, placement: Placement, executions: bool
 ) -> tuple[RankTrace, Program]:
@@ -271,8 +252,11 @@ def read_rank_files(
     """
     form = trace_format(files, placement.rank, folder)
     execution = folder / files["et"] if executions and "et" in files else None
-    trace, graph = _read(form, folder / files[form], placement, execution)
-    return trace or rank_trace(graph), graph
+    if form == "kineto":
+        graph = read_rank(folder / files[form], placement, execution)
+        return rank_trace(graph), graph
+    trace = read_rank_trace(form, folder / files[form], placement)
+    return trace, graph_of_trace(trace)
 
 
 def trace_format(files: Mapping[str, str], rank: int | None, folder: Path) -> str:

@@ -189,15 +189,15 @@ def _assembly(events: RankEvents, tree: CallTree, steps: Steps, parts: Parts) ->
     )
     nodes = built.columns
     nodes["kind"][:base], nodes["known"][:base] = HOST, 1
-    nodes["phase"][:base] = picked(tree.call_phase, calls.row, -1)
+    nodes["phase"][:base] = picked(tree.call_phase, calls["row"], -1)
     several = len({device for device, _ in events.streams}) > 1
     streams = [f"device{place}.stream{stream}" if several else f"stream{stream}" for place, stream in events.streams]
-    threads = {thread: f"host{index}" for index, thread in enumerate(dict.fromkeys(calls.thread.tolist()))}
+    threads = {thread: f"host{index}" for index, thread in enumerate(dict.fromkeys(calls["thread"].tolist()))}
     names = [built.streams[name] for name in streams]
     nodes["stream"][base:] = np.array(names, dtype=np.int64)[device["stream"]]
-    nodes["stream"][:base] = [built.streams[threads[thread]] for thread in calls.thread.tolist()]
+    nodes["stream"][:base] = [built.streams[threads[thread]] for thread in calls["thread"].tolist()]
     kernels = np.array([built.names[name] for _, name, _ in events.kernels], dtype=np.int64)
-    nodes["name"][:base], nodes["name"][base:] = calls.name, kernels[device["kernel"]]
+    nodes["name"][:base], nodes["name"][base:] = calls["name"], kernels[device["kernel"]]
     return built
 
 

@@ -228,7 +228,7 @@ class StreamWaits:
         said = {args.get("correlation"): args for args in self._events.syncs}
         pairs: list[tuple[int, int]] = []
         for call in self._parts.waits[self._parts.waits >= 0].tolist():
-            runtime, begin, end = int(calls.row[call]), float(calls.start[call]), float(calls.end[call])
+            runtime, begin, end = int(calls["row"][call]), float(calls.start[call]), float(calls.end[call])
             found = [own[runtime]] if runtime in own else self._awaited(runtime, begin, end, said)
             ended = [row for row in found if row >= 0 and self._end[row] <= end + _SLACK_US]
             pairs += [(base + row, call) for row in ended]
