@@ -6,9 +6,9 @@ Sets of intervals of time, and how much of other spans they cover.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +71,31 @@ class HostRecord:
     # (w, 2): when the thread that computes waited for collectives
     waits_s: Floats = field(default_factory=lambda: np.zeros((0, 2)))
     awaited: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # (w,): their nodes in the graph
+
+
+class NodeArrays(Protocol):
+    """What a ``Program`` is to code that reads its arrays alone."""
+
+    label: str
+    rank: int
+
+    @property
+    def columns(self) -> dict[str, NDArray[Any]]: ...
+    @property
+    def edge_columns(self) -> dict[str, NDArray[Any]]: ...
+    @property
+    def works(self) -> Sequence[Op | Collective]: ...
+    @property
+    def streams(self) -> Sequence[str]: ...
+    @property
+    def start_s(self) -> Floats: ...
+    @property
+    def end_s(self) -> Floats: ...
+    @property
+    def duration_s(self) -> Floats: ...
+    @property
+    def on_device(self) -> Flags: ...
+    def __len__(self) -> int: ...
 
 
 def chosen_nodes(nodes: Iterable[int], count: int) -> Ints:

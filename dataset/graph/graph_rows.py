@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.files import digest
-from stepsight.dataset.graph.columns import NODE_KINDS, Dependency, Floats, Ints
+from stepsight.dataset.graph.columns import NODE_KINDS, Dependency, Floats, Ints, NodeArrays
 from stepsight.dataset.graph.graph_table import (
     EDGE_NUMBERS,
     NUMBERS,
@@ -23,7 +23,6 @@ from stepsight.dataset.graph.graph_table import (
     signatures,
     work_numbers,
 )
-from stepsight.dataset.graph.program import Program
 from stepsight.dataset.graph.relations import RELATIONS, positions, relation_pairs
 
 About = dict[str, list[Any]]
@@ -47,7 +46,7 @@ class Measured(NamedTuple):
     call: Ints  # index of the graph's calls
 
     @classmethod
-    def of(cls, program: Program, alone: Floats, launch: Floats, beside: Floats, call: Ints) -> Measured:
+    def of(cls, program: NodeArrays, alone: Floats, launch: Floats, beside: Floats, call: Ints) -> Measured:
         """Nodes with the program's own times, each in its place."""
         times = (program.duration_s, program.start_s, program.end_s)
         return cls(alone, *times, launch, beside, np.arange(len(program)), call)
@@ -69,7 +68,7 @@ class Peers(NamedTuple):
     seconds: Floats
 
 
-def listed_pairs(program: Program) -> Pairs:
+def listed_pairs(program: NodeArrays) -> Pairs:
     """All relations of a program as pairs."""
     relations = relation_pairs(program).items()
     found = [np.stack([*pairs, np.full(pairs.shape[1], NUMBER[name])]) for name, pairs in relations]
@@ -77,7 +76,7 @@ def listed_pairs(program: Program) -> Pairs:
     return Pairs(source, target, relation, np.zeros(len(source)))
 
 
-def program_table(program: Program, alone: Floats, busy: int = 1, hardware: str = "") -> GraphTable:
+def program_table(program: NodeArrays, alone: Floats, busy: int = 1, hardware: str = "") -> GraphTable:
     """A program of ``n`` nodes as a segment; ``alone``, ``(n,)``: seconds of each on its own, NaN: unknown."""
     count = len(program)
     measured = Measured.of(program, alone, np.zeros((count, 2)), np.zeros(count), np.full(count, -1))
@@ -97,7 +96,7 @@ class GraphRows:
         peers: Of steps; None for segments.
     """
 
-    def __init__(self, program: Program, owner: Ints, measured: Measured, peers: Peers | None = None) -> None:
+    def __init__(self, program: NodeArrays, owner: Ints, measured: Measured, peers: Peers | None = None) -> None:
         self._program, self._owner, self._measured = program, owner, measured
         nodes, own = program.columns, np.flatnonzero(owner >= 0)
         held = np.stack([owner, nodes["stream"]])[:, own]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from stepsight.dataset.graph.columns import WHY, Dependency, Ints
-from stepsight.dataset.graph.program import Program
+from stepsight.dataset.graph.columns import WHY, Dependency, Ints, NodeArrays
 
 CONCURRENT = "may_run_concurrently"
 RELATIONS = (*(why.value for why in Dependency), CONCURRENT)
 
 
-def relation_pairs(program: Program, max_concurrent: int = 16) -> dict[str, Ints]:
+def relation_pairs(program: NodeArrays, max_concurrent: int = 16) -> dict[str, Ints]:
     """Edges by relation, ``(2, e)`` indices into ``program.nodes``; all of ``RELATIONS`` are present."""
     ends = np.stack([program.edge_columns["source"], program.edge_columns["target"]])
     out = {why.value: ends[:, program.edge_columns["why"] == number] for number, why in enumerate(WHY)}
@@ -19,7 +18,7 @@ def relation_pairs(program: Program, max_concurrent: int = 16) -> dict[str, Ints
     return out
 
 
-def concurrent_pairs(program: Program, max_concurrent: int = 16) -> Ints:
+def concurrent_pairs(program: NodeArrays, max_concurrent: int = 16) -> Ints:
     """Work on different streams neither of which precedes the other, in both directions, ``(2, e)``.
 
     A stream is totally ordered, so what precedes a node on it is a prefix, what follows a suffix, and what may run
@@ -46,7 +45,7 @@ def concurrent_pairs(program: Program, max_concurrent: int = 16) -> Ints:
     return np.stack(np.divmod(np.unique(both[0] * len(program) + both[1]), len(program)))
 
 
-def concurrent_ranges(program: Program, columns: Ints) -> tuple[Ints, Ints]:
+def concurrent_ranges(program: NodeArrays, columns: Ints) -> tuple[Ints, Ints]:
     """For every node and stream, the positions on it that may run concurrently: ``first <= position < last``.
 
     ``columns``: ``(n,)``, number of each node's stream, -1 for nodes that run beside anything.
