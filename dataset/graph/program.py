@@ -13,32 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import StepsightError
-from stepsight.dataset.graph.columns import (
-    COLLECTIVE,
-    EDGE_COLUMNS,
-    HOST,
-    NODE_COLUMNS,
-    NODE_KINDS,
-    OP,
-    OPAQUE,
-    PHASES,
-    WHY,
-    WHY_NUMBER,
-    Dependency,
-    Flags,
-    Floats,
-    HostRecord,
-    Ints,
-    check_node,
-    chosen_nodes,
-)  # fmt: skip
+from stepsight.dataset.graph.columns import COLLECTIVE as COLLECTIVE
+from stepsight.dataset.graph.columns import EDGE_COLUMNS as EDGE_COLUMNS
+from stepsight.dataset.graph.columns import HOST as HOST
+from stepsight.dataset.graph.columns import NODE_COLUMNS as NODE_COLUMNS
+from stepsight.dataset.graph.columns import NODE_KINDS as NODE_KINDS
+from stepsight.dataset.graph.columns import OP as OP
+from stepsight.dataset.graph.columns import OPAQUE as OPAQUE
+from stepsight.dataset.graph.columns import PHASES as PHASES
+from stepsight.dataset.graph.columns import WHY as WHY
+from stepsight.dataset.graph.columns import WHY_NUMBER as WHY_NUMBER
+from stepsight.dataset.graph.columns import Dependency as Dependency
+from stepsight.dataset.graph.columns import Flags, Floats, HostRecord, Ints, check_node, chosen_nodes
 from stepsight.dataset.graph.graph_files import read_facts, write_graph
 from stepsight.dataset.kinds.op import Collective, Op
 
-__all__ = [
-    "COLLECTIVE", "EDGE_COLUMNS", "HOST", "NODE_COLUMNS", "NODE_KINDS", "OP", "OPAQUE", "PHASES", "WHY", "WHY_NUMBER",
-    "Dependency", "Node", "Program",
-]  # fmt: skip
 Columns = dict[str, NDArray[Any]]
 
 _HOST_CALL = Op("host_calls", (1,), "fp32")  # what a call of the host is as a node
