@@ -103,13 +103,12 @@ def baseline_figures(
     """
     found = {}
     for name in names:
-        if name == MFU:
-            seconds: list[float | None] = list(constant_mfu(rows, by_source=False))
-        else:
-            seconds = [_seconds(name, row, predictor_of) for row in rows]
-        known = [row for row, value in zip(rows, seconds, strict=True) if value is not None]
+        mfu = constant_mfu(rows, by_source=False) if name == MFU else None
+        seconds: Sequence[float | None] = mfu or [_seconds(name, row, predictor_of) for row in rows]
+        pairs = [(row, value) for row, value in zip(rows, seconds, strict=True) if value is not None]
+        known = [row for row, _ in pairs]
         ours = _figures(known, [row.predicted_s for row in known])
-        found[name] = {**_figures(known, [value for value in seconds if value is not None]), "ours": ours}
+        found[name] = {**_figures(known, [value for _, value in pairs]), "ours": ours}
     return found
 
 

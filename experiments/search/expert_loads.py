@@ -53,7 +53,13 @@ class ExpertLoads:
             lines = read_file(path).decode("utf-8", "replace").splitlines()
         except OSError as error:
             raise StepsightError(f"cannot read expert loads {path}: {reason(error)}") from None
-        rows = [_numbers(line, path, number) for number, line in enumerate(lines, start=1) if line.strip()]
+        rows = list[tuple[float, ...]]()
+        for number, line in enumerate(lines, start=1):
+            try:
+                rows += [tuple(map(float, line.split(",")))] if line.strip() else []
+            except ValueError:
+                rule = "loads must be numbers separated by commas, one for each expert"
+                raise StepsightError(f"{path}, line {number}: {rule}, got {line!r:.80}") from None
         if not rows:
             raise StepsightError(f"{path} must hold a line of loads, one number for each expert, got none")
         return cls(tuple(rows))
@@ -94,15 +100,6 @@ class ExpertLoads:
             "imbalance_in_order": self.imbalance(ep, by_load=False),
             "experts_of_ranks": [list(map(list, _placed(loads, ep))) for loads in self.layers],
         }
-
-
-def _numbers(line: str, path: Path, number: int) -> tuple[float, ...]:
-    try:
-        return tuple(float(field) for field in line.split(","))
-    except ValueError:
-        raise StepsightError(
-            f"{path}, line {number}: loads must be numbers separated by commas, one for each expert, got {line!r:.80}"
-        ) from None
 
 
 def _in_order(loads: tuple[float, ...], ep: int) -> Placement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -102,22 +103,13 @@ class Goal:
         penalty = 1.0 + (job.batch.global_batch / self.critical_batch if self.critical_batch else 0.0)
         return self.tokens * penalty / job.tokens
 
-    def price(self, job: Job) -> float | None:
-        """Price of a device-hour; None: not known."""
-        return self.prices.get(job.hardware_name)
-
-    def power(self, job: Job) -> float | None:
-        """Watts of a device; None: not known."""
-        from stepsight.dataset.hardware.hardware import find_hardware  # the command line starts without it
-
-        facts = find_hardware(job.cluster.hardware)
-        return self.power_w.get(job.hardware_name) or (facts.power_w if facts is not None else None) or None
-
     def objectives(self, job: Job, seconds: Seconds | None) -> dict[str, Any]:
         """Plain values for tables: the cluster of the job, and all objectives; None: not known.
 
         ``energy_kwh`` is an estimate: devices at the power that their datasheets state, nothing else.
         """
+        from stepsight.dataset.hardware.hardware import find_hardware  # the command line starts without it
+
         values: dict[str, Any] = {
             "nodes": job.cluster.nodes,
             "devices": job.cluster.num_devices,
@@ -129,7 +121,8 @@ class Goal:
         if seconds is None:
             return values | dict.fromkeys(("tokens_per_s_per_device", "training_time_s", "cost", "energy_kwh"))
         devices, time_s = job.cluster.num_devices, self.iterations(job) * self.judged(seconds)
-        price, power = self.price(job), self.power(job)
+        facts, price = find_hardware(job.cluster.hardware), self.prices.get(job.hardware_name)
+        power = self.power_w.get(job.hardware_name) or (facts.power_w if facts is not None else None) or None
         return {
             **values,
             "tokens_per_s_per_device": job.tokens / (self.judged(seconds) * devices),
@@ -274,6 +267,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "recompute": RECOMPUTE,
     "sequence_parallel": (False, True),
     "offload_activations": (False, True),
+    "orders": tuple("-".join(order) for order in itertools.permutations(AXES)),
 }
 
 
@@ -345,23 +339,20 @@ class Space:
         if isinstance(value, str) and value in SPACES:
             return cls(**SPACES[value])
         if isinstance(value, Mapping):
-            return cls._from_dict(value)
+            names = [axis.name for axis in fields(cls)]
+            for key in value:
+                if key not in names:
+                    meant = did_you_mean(str(key), names)
+                    raise StepsightError(f"a space has {', '.join(names)}, got {key!r:.80}{meant}")
+            return cls(**value)
         if not str(value).endswith(".toml"):
             raise StepsightError(f"a space must be {', '.join(SPACES)} or the path of a .toml file, got {value!s:.80}")
         try:
-            return cls._from_dict(read_toml(Path(value)))
+            return cls.of(read_toml(Path(value)))
         except OSError as error:
             raise StepsightError(f"cannot read the space {value!s:.200}: {error.strerror}") from None
         except ValueError as error:
             raise StepsightError(f"{value!s:.200}: {error}") from None
-
-    @classmethod
-    def _from_dict(cls, values: Mapping[str, Any]) -> Space:
-        names = [axis.name for axis in fields(cls)]
-        for key in values:
-            if key not in names:
-                raise StepsightError(f"a space has {', '.join(names)}, got {key!r:.80}{did_you_mean(str(key), names)}")
-        return cls(**values)
 
 
 def _is_number(value: Any, least: int) -> bool:
@@ -376,10 +367,8 @@ def _checked(name: str, value: Any) -> Any:
     good, rule = _is_number(value, least), f"whole numbers >= {least}"
     if name in _VALUES:
         good = any(value == choice and type(value) is type(choice) for choice in _VALUES[name])
-        rule = f"one of {', '.join(map(str, _VALUES[name]))}"
-    elif name == "orders":
-        good = isinstance(value, str) and sorted(value.split("-")) == sorted(AXES)
         rule = f"{', '.join(AXES)} once each, joined by '-'"
+        rule = rule if name == "orders" else f"one of {', '.join(map(str, _VALUES[name]))}"
     if not good:
         raise StepsightError(f"{name} of a space must be {rule}, got {value!r:.80}")
     return value

@@ -62,7 +62,7 @@ from stepsight.training.measured.measured import (
 )
 from stepsight.training.predictor.own_context import OwnContext
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.regression.trees import Trees, fit_trees
+from stepsight.training.regression.trees import fit_trees
 
 Array = NDArray[np.float64]
 Fitted = dict[str, tuple[Any, float]]  # by name: a context model, and the CPU seconds that its training took
@@ -165,20 +165,6 @@ def roofline(graph: SegmentGraph, alone: Array) -> Array:
     return np.where(np.isnan(limits), alone, np.maximum(limits, 1e-9))
 
 
-@dataclass(frozen=True)
-class TreeContext:
-    """Trees on features of nodes, with columns about their neighbours along some relations."""
-
-    trees: Trees
-    names: tuple[str, ...]
-    relations: tuple[str, ...]
-
-    def __call__(self, graph: SegmentGraph, alone: Array) -> Array:
-        """As of any context model, ``(n,)``."""
-        rows = rows_of(graph, alone, self.relations)
-        return np.asarray(alone * np.exp(np.clip(self.trees.predict(rows, self.names), -BOUND, BOUND)))
-
-
 def rows_of(graph: SegmentGraph, alone: Array, relations: Sequence[str]) -> Array:
     """Features of each node; and, by relation and direction, the number of neighbours and the mean of what they are."""
     own = node_features(graph, alone)
@@ -195,7 +181,10 @@ def rows_of(graph: SegmentGraph, alone: Array, relations: Sequence[str]) -> Arra
 
 
 def fit_tree_context(split: Split, seed: int, relations: tuple[str, ...]) -> tuple[OwnContext, float]:
-    """Train ``TreeContext`` on nodes, and on iterations, whose error each node on the critical path has."""
+    """Train trees on features of nodes, with columns about their neighbours along some relations.
+
+    They learn from nodes, and from iterations, whose error each node on the critical path has.
+    """
     begin, (examples, wholes) = time.process_time(), joined(split.seen)
     known = [each for each in examples if each.known.any()]
     rows = [rows_of(e.graph, e.alone, relations)[e.known] for e in known]
@@ -212,7 +201,12 @@ def fit_tree_context(split: Split, seed: int, relations: tuple[str, ...]) -> tup
     target, weight, found = map(np.concatenate, (targets, weights, rows))
     names = (*node_feature_names(), *(f"neighbour{n}" for n in range(found.shape[1] - len(node_feature_names()))))
     grown = fit_trees(found, np.clip(target, -BOUND, BOUND), names, seed, weight / weight.mean() + 1e-9)
-    return OwnContext(TreeContext(grown, names, relations)), time.process_time() - begin
+
+    def context(graph: SegmentGraph, alone: Array) -> Array:
+        rows = rows_of(graph, alone, relations)
+        return np.asarray(alone * np.exp(np.clip(grown.predict(rows, names), -BOUND, BOUND)))
+
+    return OwnContext(context), time.process_time() - begin
 
 
 def fit_all(split: Split, seed: int) -> Fitted:
