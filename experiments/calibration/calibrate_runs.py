@@ -234,7 +234,6 @@ def sure_gain(rows: Sequence[Scored], after: Sequence[float]) -> float:
 
 
 MOST_GPUS = 8
-Split = tuple[list[Scored], list[Scored]]
 
 
 def source_of(row: Scored) -> Hashable:
@@ -244,7 +243,7 @@ def source_of(row: Scored) -> Hashable:
 
 def split_rows(
     rows: Sequence[Scored], most_gpus: int = MOST_GPUS, set_of: Callable[[Scored], Hashable] = source_of
-) -> Split:
+) -> tuple[list[Scored], list[Scored]]:
     """Rows to fit, of at most ``most_gpus`` devices or of a set's smallest size, and larger ones to judge."""
     fitted = set[int]()
     for indices in rows_by(map(set_of, rows)).values():

@@ -343,8 +343,18 @@ def score(row: Row, predictor_of: PredictorOf) -> Scored:
     every = jobs_of(row)
     job = every[0].job
     taught = predictor_of(job.cluster.hardware)
-    if taught is not None:
-        _check_lawful(row, job, taught)
+    if taught is not None:  # it must serve the hardware, know the software, and not have seen the row
+        if taught.hardware.name != job.cluster.hardware:
+            raise JobError(OTHER_HARDWARE)
+        try:
+            kernels_asked(taught, job)
+        except PredictorError as error:
+            raise RowError(str(error)) from None
+        if is_copy(job, row.measured_s, taught.manifest.get("fitted_rows", ())):
+            raise FittedRowError(
+                f"rows that a predictor was fitted on cannot judge it, got row {row.row_id} of {row.source} "
+                f"in the manifest of {taught.hardware.name}"
+            )
     predictor = without_source(taught, row.source)
     scored = _scored(row, every, predictor, row.source)
     if taught is None or taught is predictor:
@@ -386,18 +396,3 @@ def _scored(row: Row, every: Sequence[PublishedJob], predictor: Predictor | None
         replace(predictions[0].software_used, profile=published.framework.name),
         any(prediction.memory.fits for prediction in predictions),
     )
-
-
-def _check_lawful(row: Row, job: Job, predictor: Predictor) -> None:
-    """The predictor serves this hardware, knows the software that the row asks for, and has not seen the row."""
-    if predictor.hardware.name != job.cluster.hardware:
-        raise JobError(OTHER_HARDWARE)
-    try:
-        kernels_asked(predictor, job)
-    except PredictorError as error:
-        raise RowError(str(error)) from None
-    if is_copy(job, row.measured_s, predictor.manifest.get("fitted_rows", ())):
-        raise FittedRowError(
-            f"rows that a predictor was fitted on cannot judge it, got row {row.row_id} of {row.source} "
-            f"in the manifest of {predictor.hardware.name}"
-        )

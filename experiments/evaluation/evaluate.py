@@ -5,12 +5,12 @@ from __future__ import annotations
 import fnmatch
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError, TableError
+from stepsight.dataset.base.errors import JobError, PredictorError, TableError
 from stepsight.dataset.hardware.hardware import read_fabric_words
 from stepsight.dataset.job.frameworks import GENERIC, unknown_frameworks
 from stepsight.experiments.evaluation import error_metrics
@@ -22,7 +22,7 @@ from stepsight.experiments.evaluation.error_metrics import (
     predictor_by_hardware,
     score,
 )
-from stepsight.experiments.evaluation.runs_table import read_runs_table
+from stepsight.experiments.evaluation.runs_table import Row, read_runs_table
 from stepsight.experiments.reports.text_table import Column, NotebookBar, Number, table_of
 from stepsight.training.corrections.corrector import rows_by
 from stepsight.training.corrections.intervals import published_widths, seconds_text
@@ -44,23 +44,30 @@ class Evaluation:
         rows: Number of rows by source.
         scored: Rows that count in the figures, in the table's order.
         suspect: Rows that were predicted but are marked as doubtful: they count in no figure.
-        skipped: Number of rows left out, by reason.
+        rejected: Rows left out, each with the reason.
     """
 
     rows: Mapping[str, int]
     scored: Sequence[Scored]
     suspect: Sequence[Scored] = ()
-    skipped: Mapping[str, int] = field(default_factory=dict)
+    rejected: Sequence[tuple[Row, str]] = ()
+
+    @cached_property
+    def left_out(self) -> dict[str, list[Row]]:
+        """Rows left out by reason, the most frequent first; without the rows' own values, so that they can share it."""
+        found = dict[str, list[Row]]()
+        for row, why in [*self.rejected, *((scored.row, SUSPECT) for scored in self.suspect)]:
+            found.setdefault(why.split("; ")[0].split(", got ")[0], []).append(row)
+        return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Number of rows left out, by reason."""
+        return {why: len(rows) for why, rows in self.left_out.items()}
 
     def by(self, key: Callable[[Scored], str]) -> dict[str, list[Scored]]:
         """Rows that count, in groups."""
         return {str(name): [self.scored[i] for i in found] for name, found in rows_by(map(key, self.scored)).items()}
-
-    @property
-    def points(self) -> dict[str, list[tuple[float, float]]]:
-        """Measured and predicted seconds by source."""
-        by_source = self.by(lambda row: row.row.source)
-        return {name: [(r.measured_s, r.predicted_s) for r in rows] for name, rows in by_source.items()}
 
     def worst(self, most: int = 10) -> list[Scored]:
         """Rows with the largest absolute errors, the largest first."""
@@ -81,9 +88,9 @@ class Evaluation:
         fabrics = [read_fabric_words(text, hardware)[1] for text, hardware in links]
         doubts = Counter([*(doubt for row in rows for doubt in row.software.doubts), *filter(None, fabrics)])
         large = [f"{row.row.row_id} of {_short(row.row.source)}" for row in rows if not row.fits]
-        more = f" and {len(large) - MOST_NAMED} more" if len(large) > MOST_NAMED else ""
-        named = f"rows {', '.join(large[:MOST_NAMED])}{more}"
-        said = f"{len(large)} of {len(rows)} runs that ran are said not to fit in memory: {named}" if large else ""
+        said = (
+            f"{len(large)} of {len(rows)} runs that ran are said not to fit in memory: {_named(large)}" if large else ""
+        )
         counted = [f"{count} row{'s' * (count > 1)}: {doubt}" for doubt, count in doubts.items()]
         return [*filter(None, (unknown, said)), *counted]
 
@@ -123,7 +130,8 @@ class Evaluation:
         return {
             "sources": {name: {"rows": n, **figures(by_source.get(name, ()))} for name, n in self.rows.items()},
             "overall": {"rows": sum(self.rows.values()), **overall},
-            "skipped": dict(self.skipped),
+            "skipped": self.skipped,
+            "rejected": [{"row_id": row.row_id, "source": row.source, "why": why} for row, why in self.rejected],
             **{name: overall[name] for name in ("interval_score", "said_not_to_fit")},
             "warnings": self.warnings,
             "predictions": [row.to_dict() for row in self.scored],
@@ -195,33 +203,24 @@ def evaluate(
     if not rows:
         raise TableError(f"--source must match the source of a row in {path}, got {source!r:.80}{there}")
     predictor_of, bar = predictor_by_hardware(predictor), NotebookBar("rows")
-    skipped: Counter[str] = Counter()
-    scored: list[Scored] = []
-    suspect: list[Scored] = []
+    scored, suspect, rejected = list[Scored](), list[Scored](), list[tuple[Row, str]]()
     for number, row in enumerate(rows, 1):
         try:
             if row.weak:
-                skipped[WEAK] += 1
+                rejected.append((row, WEAK))
             else:
                 (suspect if row.suspect else scored).append(score(row, predictor_of))
-        except JobError as error:  # counted without the row's own values, so that rows can share the reason
-            skipped[str(error).split("; ")[0].split(", got ")[0]] += 1
-        except FittedRowError:
-            skipped[FITTED] += 1
+        except (JobError, FittedRowError) as error:
+            rejected.append((row, FITTED if isinstance(error, FittedRowError) else str(error)))
         (on_row or bar.show)(number, len(rows))
-    skipped[SUSPECT] += len(suspect)
-    left_out = {why: count for why, count in skipped.most_common() if count}
+    result = Evaluation(Counter(row.source for row in rows), scored, suspect, rejected)
     if not scored:
-        raise _nothing(f"{len(rows)} row{'' if len(rows) == 1 else 's'} of {path}", left_out, there)
-    return Evaluation(Counter(row.source for row in rows), scored, suspect, left_out)
-
-
-def _nothing(rows: str, skipped: Mapping[str, int], there: str) -> StepsightError:
-    """Why no row can be scored."""
-    reasons = ", ".join(f"{count} x {why}" for why, count in skipped.items())
-    if FITTED in skipped:
-        return PredictorError(f"rows that a predictor was fitted on cannot judge it, of {rows} are left out: {reasons}")
-    return TableError(f"at least one row must be usable; of {rows} left out: {reasons}{there}")
+        found = f"{len(rows)} row{'' if len(rows) == 1 else 's'} of {path}"
+        why = ", ".join(f"{count} x {reason}" for reason, count in result.skipped.items())
+        if FITTED in result.skipped:
+            raise PredictorError(f"rows that a predictor was fitted on cannot judge it, of {found} are left out: {why}")
+        raise TableError(f"at least one row must be usable; of {found} left out: {why}{there}")
+    return result
 
 
 _COLUMNS = ("mape", "median", "p90", "max", "bias", "spearman", "regret", "coverage", "interval_score",
@@ -297,7 +296,8 @@ def evaluation_text(
         f"{len(others)} sources say; those of a row's own source never count for it"
     )
     parts += [f"warning: {text}" for text in result.warnings]
-    parts += [f"left out {count}: {why}" for why, count in result.skipped.items()]
+    for why, rows in result.left_out.items():
+        parts.append(f"left out {len(rows)}: {why} ({_named([str(row.row_id) for row in rows])})")
     parts += [_worst(row) for row in value["worst"][:num_worst]]
     return "\n\n".join(parts)
 
@@ -306,6 +306,12 @@ def _several(kinds: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Rows of the kinds of sources that have more than one."""
     sources = Counter(name.rsplit(": ", 1)[0] for name in kinds)
     return [(name, row) for name, row in kinds.items() if sources[name.rsplit(": ", 1)[0]] > 1]
+
+
+def _named(rows: Sequence[str]) -> str:
+    """Rows by their ids, the first of many."""
+    more = f" and {len(rows) - MOST_NAMED} more" if len(rows) > MOST_NAMED else ""
+    return f"row{'s' * (len(rows) > 1)} {', '.join(rows[:MOST_NAMED])}{more}"
 
 
 def _short(name: str) -> str:

@@ -151,9 +151,16 @@ class _Search:
         slope = np.maximum((part_seconds(there) - seconds) / np.where(moved, step, 1), 0.0)
         slope[~moved] = slope[moved].mean()
         intercept = np.maximum(seconds - slope * np.array(counts), 0.0)
-        least = [1] * parts
+        layers, least = sum(counts), [1] * parts
         least[0] = least[-1] = 0 if parts > 2 else 1
-        return least_bottleneck(intercept, slope, sum(counts), least, _most(here, there, counts, step)) or counts
+        most = [layers] * parts
+        if parts == here.job.parallel.pp:  # what fits in the memory of each device, by a line as well
+            now, then = (prediction.memory.bytes_of.sum(axis=1) for prediction in (here, there))
+            for part, count in enumerate(counts):
+                each = (then[part] - now[part]) / step[part] if step[part] else 0.0
+                room = (here.memory.device(part).memory_bytes - now[part]) / each if each > 0 else layers
+                most[part] = int(np.clip(count + np.floor(room), 1, layers))
+        return least_bottleneck(intercept, slope, layers, least, most) or counts
 
     def move_layers(self) -> None:
         """Move single layers from the longest parts to the shortest as long as the iteration gets shorter."""
@@ -181,17 +188,3 @@ def part_seconds(prediction: Prediction) -> Floats:
     total = np.zeros(int(track.part.max()) + 1)
     np.add.at(total, track.part, actions)
     return total / prediction.simulation.lowered.num_micro_batches
-
-
-def _most(here: Prediction, there: Prediction, counts: Counts, step: NDArray[np.int64]) -> list[int]:
-    """Layers of each part that fit in its device's memory, by a line as well; unlimited with virtual stages."""
-    layers = sum(counts)
-    if len(counts) != here.job.parallel.pp:
-        return [layers] * len(counts)
-    now, then = (prediction.memory.bytes_of.sum(axis=1) for prediction in (here, there))
-    most = []
-    for part, count in enumerate(counts):
-        each = (then[part] - now[part]) / step[part] if step[part] else 0.0
-        room = (here.memory.device(part).memory_bytes - now[part]) / each if each > 0 else layers
-        most.append(int(np.clip(count + np.floor(room), 1, layers)))
-    return most

@@ -69,7 +69,10 @@ class Evaluations:
         self.done: dict[int, Seconds | None] = {}
         self.trials: list[optuna.trial.FrozenTrial] = []
         self.shared = False
-        self._grid, self._place = grid, _place_of(storage)
+        self._grid, self._place = grid, storage if storage is None or "://" in storage else Path(storage).resolve()
+        if isinstance(self._place, Path) and self._place.suffix in _DATABASES:
+            better = f"write sqlite:///{storage:.200} for a database, or choose another ending for a journal"
+            raise StepsightError(f"a journal must not be named as a database, got {storage!r:.200}: {better}")
         self._study: optuna.Study | None = None
         self._seen = self._added = 0  # trials that were read, and those of them that this process added
         if not question:
@@ -164,19 +167,6 @@ class Evaluations:
                 "storage must be a database URL, or the path of a new journal or of one that a search wrote, got "
                 f"{self._place}: {type(error).__name__}: {reason:.200}"
             ) from None
-
-
-def _place_of(storage: str | None) -> str | Path | None:
-    """Where a study is stored: a database URL, the path of a journal, or memory."""
-    if storage is None or "://" in storage:
-        return storage
-    path = Path(storage)
-    if path.suffix in _DATABASES:
-        raise StepsightError(
-            f"a journal must not be named as a database, got {storage!r:.200}: write sqlite:///{storage:.200} for a "
-            "database, or choose another ending for a journal"
-        )
-    return path.resolve()
 
 
 def _create(place: str | Path | None, name: str | None) -> tuple[optuna.Study, Any]:

@@ -45,7 +45,7 @@ def test_a_run_that_cannot_fit_is_said(tmp_path: Path) -> None:
     value = result.to_dict()
     assert value["said_not_to_fit"] == value["overall"]["said_not_to_fit"] == 1
     assert [row["fits"] for row in value["predictions"]] == [True, False]
-    assert "1 of 2 runs that ran are said not to fit in memory: rows 7 of lab" in value["warnings"]
+    assert "1 of 2 runs that ran are said not to fit in memory: row 7 of lab" in value["warnings"]
     assert "warning: 1 of 2 runs that ran" in evaluation_text(result, 0) and value["interval_score"] > 0
 
 
@@ -66,6 +66,7 @@ def test_what_counts(tmp_path: Path) -> None:
     assert set(value["sources"]) == {"lab"} and set(value["sources"]["lab"]) == FIGURES | {"rows"}
     assert value["sources"]["lab"]["rows"] == 6 and value["overall"]["used"] == 3
     assert value["suspect"]["used"] == 1 and sum(value["skipped"].values()) == 3
+    assert len(value["rejected"]) == 2 and all(row["why"] and row["row_id"] != "" for row in value["rejected"])
     assert value["overall"]["out_of_support"] == 100.0  # nothing was measured
     assert "SUSPECT" in evaluation_text(result, 2) and "left out 1: hidden is unknown" in evaluation_text(result, 2)
     assert set(evaluate(tmp_path / "runs.csv", ROOFLINE, source="AB").rows) == {"lab", "Lab two"}  # what holds it
