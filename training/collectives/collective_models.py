@@ -15,17 +15,7 @@ from stepsight.dataset.base.caching import Memo
 from stepsight.dataset.base.codec import IF_SET, OPTIONAL, UNSAVED, Saved
 from stepsight.dataset.hardware.hardware import Fabric, Link, alpha_beta_seconds
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective
-from stepsight.features.collective_features import (
-    COLLECTIVE_FEATURES,
-    COLLECTIVE_TERMS,
-    OVERLAPPING,
-    collective_features,
-    collective_position,
-    collective_terms,
-    nccl_terms,
-    seconds_within,
-    tree_terms,
-)
+from stepsight.features import collective_features as features
 from stepsight.training.collectives.between_nodes import KNOTS, BetweenNodes, never_falling, place, read_curve
 from stepsight.training.regression.regressor import Bounds, Regressor, SignatureRows, fit_regressor
 
@@ -40,7 +30,7 @@ BOUNDS = Bounds(
     prior=np.array([2e-5, 5e-5, 2e-10, 1.1, 2e-6]),
     low=np.array([1e-7, 1e-7, 1e-14, 0.3, 1e-9]),
     high=np.array([5e-2, 1e-2, 1e-8, 30.0, 2e-3]),
-    overlapping=OVERLAPPING,
+    overlapping=features.OVERLAPPING,
 )
 
 # The same of NCCL on GPUs, where the last two are the seconds that the facts of the links say: rings reach 0.75 to 0.8
@@ -49,7 +39,7 @@ NCCL_BOUNDS = Bounds(
     prior=np.array([8e-6, 3e-6, 1e-13, 1.05, 1.25]),
     low=np.array([1e-6, 3e-7, 1e-15, 1.0, 0.9]),
     high=np.array([2e-4, 5e-5, 2e-13, 3.0, 4.0]),
-    overlapping=OVERLAPPING,
+    overlapping=features.OVERLAPPING,
 )
 TREE_SHARE = 0.92  # of a ring's bandwidth, which NCCL's own tuning credits its trees with (graph/tuning.cc, 2.18)
 
@@ -83,15 +73,15 @@ def collective_rows(
         if bandwidth not in (None, near.bandwidth_bytes_per_s):
             fabric = replace(fabric, intra_node=replace(near, bandwidth_bytes_per_s=bandwidth))
         learned.append(fabric)
-    terms_of = nccl_terms if nccl else collective_terms
+    terms_of = features.nccl_terms if nccl else features.collective_terms
     return SignatureRows(
         labels,
         labels,
-        np.array([terms_of(c, f) for c, f in pairs], float).reshape(len(pairs), len(COLLECTIVE_TERMS)),
+        np.array([terms_of(c, f) for c, f in pairs], float).reshape(len(pairs), len(features.COLLECTIVE_TERMS)),
         np.ones(len(collectives)),
-        tuple(collective_position(c, f, nccl=nccl) for c, f in zip(collectives, learned, strict=True)),
-        collective_features(collectives, learned, nccl=nccl),
-        COLLECTIVE_FEATURES,
+        tuple(features.collective_position(c, f, nccl=nccl) for c, f in zip(collectives, learned, strict=True)),
+        features.collective_features(collectives, learned, nccl=nccl),
+        features.COLLECTIVE_FEATURES,
     )
 
 
@@ -189,7 +179,7 @@ class CollectiveModel(Saved):
             sizes = np.exp(near.positions)
             known = sizes[sizes[:, 3] > SHORTEST_S]
             sent = [
-                1e9 * seconds_within(Collective(kind, round(n), round(g), round(g)), _UNIT) / seconds
+                1e9 * features.seconds_within(Collective(kind, round(n), round(g), round(g)), _UNIT) / seconds
                 for n, g, _, seconds, _ in known.tolist()
             ]
             if sent and max(sent) < 1.01 * min(sent):
@@ -210,7 +200,7 @@ class CollectiveModel(Saved):
         if physics is None or not collective.record.trees or collective.num_nodes == 1:
             return float("inf")
         most = self.regressor.support[label_of(collective)].high[1] + 1e-9
-        seconds = physics.seconds(np.array([tree_terms(collective, fabric)]), np.ones(1))[0] / TREE_SHARE
+        seconds = physics.seconds(np.array([features.tree_terms(collective, fabric)]), np.ones(1))[0] / TREE_SHARE
         return float(seconds) if np.log(collective.group_size) > most else float("inf")
 
     def unsupported(self, collective: Collective, fabric: Fabric) -> str:
@@ -221,7 +211,7 @@ class CollectiveModel(Saved):
             support, key, slack = self.between.support, collective.kind, OUTSIDE
             position = place(collective)
         else:
-            position = collective_position(collective, fabric, nccl=self.nccl)
+            position = features.collective_position(collective, fabric, nccl=self.nccl)
         if key not in support:
             return f"{collective}: no {collective.kind} {'across nodes' if across else 'within a node'} was measured"
         low, high = support[key]

@@ -21,15 +21,7 @@ from stepsight.dataset.graph.program import OPAQUE, Program
 from stepsight.dataset.hardware.hardware import find_fabric, usual_fabric
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.features.graph_features import (
-    HEARD,
-    SegmentGraph,
-    Topology,
-    join,
-    node_feature_names,
-    node_features,
-    topology,
-)
+from stepsight.features import graph_features
 from stepsight.gnn.context_model import BOUND, ContextModel, iteration_loss, node_loss
 from stepsight.simulator.clock.engine import add_path
 from stepsight.simulator.durations.latency_model import LatencyModel, launch_calls
@@ -58,7 +50,7 @@ UNIFORM_SHARE = 0.1  # share of the weight that every node gets regardless of it
 class Example:
     """One distinct segment of one run."""
 
-    graph: SegmentGraph  # its nodes, and where they ran
+    graph: graph_features.SegmentGraph  # its nodes, and where they ran
     alone: Array  # seconds of each node on its own, (n,)
     inside: Array  # measured seconds of each node within the segment, (n,), NaN where unknown
     run: str  # name of the run
@@ -91,7 +83,7 @@ def fit_context(
     *,
     seed: int = 0,
     epochs: int = EPOCHS,
-    relations: Sequence[str] = HEARD,
+    relations: Sequence[str] = graph_features.HEARD,
 ) -> ContextModel:
     """Train the context network on distinct segments, and on whole iterations through the simulator."""
     threads = torch.get_num_threads()
@@ -121,7 +113,7 @@ class Batch:
     """Segments and iterations as one graph."""
 
     features: Tensor
-    graph: Topology
+    graph: graph_features.Topology
     index: Tensor  # (example nodes,), numbers of the nodes that have a target
     target: Tensor  # (example nodes,)
     weight: Tensor  # (example nodes,)
@@ -133,16 +125,16 @@ class Batch:
     def of(cls, examples: Sequence[Example], wholes: Sequence[Whole]) -> Batch:
         """Of some examples and iterations; a program that occurs in a trace and in a lowered job is stored once."""
         numbers: dict[tuple[object, ...], Ints] = {}  # of the nodes of each distinct program
-        features, graphs, count = [np.zeros((0, len(node_feature_names())))], [], 0
+        features, graphs, count = [np.zeros((0, len(graph_features.node_feature_names())))], [], 0
 
-        def add(graph: SegmentGraph, alone: Array) -> Ints:
+        def add(graph: graph_features.SegmentGraph, alone: Array) -> Ints:
             nonlocal count
             key = (graph.program.digest_key, graph.busy, alone.round(12).tobytes())
             if key not in numbers:
                 numbers[key] = np.arange(count, count + len(alone))
                 count += len(alone)
-                features.append(node_features(graph, alone))
-                graphs.append(topology(graph.program))
+                features.append(graph_features.node_features(graph, alone))
+                graphs.append(graph_features.topology(graph.program))
             return numbers[key]
 
         index = [add(each.graph, each.alone)[each.known] for each in examples]
@@ -151,11 +143,11 @@ class Batch:
             alone, bounds = whole.iteration.alone, whole.iteration.bounds
             parts = zip(whole.iteration.lowered.programs, np.split(alone, bounds[1:-1]), strict=True)
             hardware = whole.iteration.latency.hardware
-            own = [add(SegmentGraph(program, hardware, whole.busy), part) for program, part in parts]
+            own = [add(graph_features.SegmentGraph(program, hardware, whole.busy), part) for program, part in parts]
             placed.append((whole, torch.from_numpy(np.concatenate(own)), torch.from_numpy(alone)))
         return cls(
             torch.from_numpy(np.concatenate(features)).float(),
-            join(graphs),
+            graph_features.join(graphs),
             torch.from_numpy(np.concatenate(index or [np.zeros(0, np.int64)])),
             torch.from_numpy(np.concatenate([e.target[e.known] for e in examples] or [np.zeros(0)])).float(),
             torch.from_numpy(node_weights(examples)).float(),
@@ -317,7 +309,7 @@ def make_examples(runs: Sequence[Taught], predictor: Predictor) -> list[Example]
                     known = [not isinstance(w, Op) or (w.kind != OPAQUE and min(w.dims, default=0) > 0) for w in works]
                     inside = np.where(known, inside, np.nan)
                 alone = timer.work_seconds(works) * [node.share for node in mean.program.nodes]
-                graph = SegmentGraph(mean.program, predictor.hardware, mean.busy)
+                graph = graph_features.SegmentGraph(mean.program, predictor.hardware, mean.busy)
                 examples.append(Example(graph, alone, inside, mean.run, repeats))
     return examples
 

@@ -30,17 +30,7 @@ from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_folder import read_imported
 from stepsight.dataset.runs.trace import profiling_correction, without_overhead
 from stepsight.dataset.tables.measurements import device_name
-from stepsight.training.kernels.host_calls import (
-    FUSED,
-    MOST_CROWDED,
-    Alone,
-    Contention,
-    HostCalls,
-    call_label,
-    fit_host_calls,
-    fit_loops,
-    loop_terms,
-)
+from stepsight.training.kernels import host_calls
 from stepsight.training.regression.regressor import Bounds, fit_physics
 
 if TYPE_CHECKING:
@@ -109,7 +99,9 @@ _STEP = Bounds(  # scale of all calls; seconds between calls by phase; seconds o
 _NOISE = 0.1  # deviation of log-seconds between steps
 
 
-def learn_host_calls(steps: Sequence[HostStep], alone: Alone | None = None, seed: int = 0) -> HostCalls:
+def learn_host_calls(
+    steps: Sequence[HostStep], alone: host_calls.Alone | None = None, seed: int = 0
+) -> host_calls.HostCalls:
     """Learn the durations of calls from steps.
 
     ``steps``: at least one of a single rank; those of several ranks of a host tell what calls lose beside each other.
@@ -123,9 +115,9 @@ def learn_host_calls(steps: Sequence[HostStep], alone: Alone | None = None, seed
         for call, op, phase, seconds in zip(step.calls, step.ops, step.phase.tolist(), step.op_s.tolist(), strict=True):
             if seconds > 0:
                 distinct.setdefault((call, op, phase), []).append(seconds)
-                known.setdefault((call_label(call, op), op), []).append(seconds)
+                known.setdefault((host_calls.call_label(call, op), op), []).append(seconds)
     calls = [(*key, float(np.median(values))) for key, values in distinct.items()]
-    found = fit_host_calls([each for each in calls if each[1].kind != FUSED] or calls, seed)
+    found = host_calls.fit_host_calls([each for each in calls if each[1].kind != host_calls.FUSED] or calls, seed)
     inside = {key: float(np.median(values)) for key, values in known.items()}
     counts = [np.bincount(step.phase, minlength=len(PHASES)).astype(np.float64) for step in steps]
     terms = np.array([[step.op_s.sum(), *own, 1.0] for step, own in zip(steps, counts, strict=True)])
@@ -133,10 +125,12 @@ def learn_host_calls(steps: Sequence[HostStep], alone: Alone | None = None, seed
     between = fit_physics(terms, np.ones(len(steps)), measured, _STEP, noise=_NOISE, prior_std=1.0)
     scale, *gaps, step_s = np.exp(between.log_constants).tolist()
     learned = replace(found, known=inside, alone=alone or {}, scale=scale, gaps_s=tuple(gaps), step_s=step_s)
-    loops = {op: seconds for (_, op), seconds in inside.items() if op.kind == FUSED}
+    loops = {op: seconds for (_, op), seconds in inside.items() if op.kind == host_calls.FUSED}
     if loops:
-        learned = replace(learned, loops=fit_loops(loop_terms(list(loops)), np.array(list(loops.values()))))
-    return replace(learned, contention=Contention(learn_contention(together, learned)))
+        learned = replace(
+            learned, loops=host_calls.fit_loops(host_calls.loop_terms(list(loops)), np.array(list(loops.values())))
+        )
+    return replace(learned, contention=host_calls.Contention(learn_contention(together, learned)))
 
 
 LEAST_S = 5e-5  # of a call that is compared: shorter ones are mostly the profiler's own time
@@ -148,7 +142,7 @@ PRIOR = 0.5  # of the median family's seconds, which draw a family's factor to t
 _Run = tuple[dict[str, float], dict[str, float]]
 
 
-def learn_contention(steps: Sequence[HostStep], costs: HostCalls) -> dict[str, float]:
+def learn_contention(steps: Sequence[HostStep], costs: host_calls.HostCalls) -> dict[str, float]:
     """Factors by family of ops, ``""`` for all others; empty where ops lose nothing, or nothing tells.
 
     ``steps``: of runs whose host several ranks shared.  ``costs``: learned from runs of one rank; only calls that these
@@ -158,7 +152,7 @@ def learn_contention(steps: Sequence[HostStep], costs: HostCalls) -> dict[str, f
     for step in steps:
         alone, beside = defaultdict[str, float](float), defaultdict[str, float](float)
         for call, op, seconds in zip(step.calls, step.ops, step.op_s.tolist(), strict=True):
-            usual = costs.known.get((call_label(call, op), op), 0.0)
+            usual = costs.known.get((host_calls.call_label(call, op), op), 0.0)
             if usual >= LEAST_S and seconds > 0:
                 alone[op.family] += usual
                 beside[op.family] += seconds
@@ -181,13 +175,13 @@ def _factors(runs: Sequence[_Run], form: int) -> dict[str, float]:
     if not form:
         return {}
     usual = float(np.median([sum(beside.values()) / sum(alone.values()) for alone, beside in runs]))
-    found = {"": min(max(usual, 1.0), MOST_CROWDED)}
+    found = {"": min(max(usual, 1.0), host_calls.MOST_CROWDED)}
     if form == 2:
         names = sorted({name for alone, _ in runs for name in alone})
         alone, beside = ([sum(run[part].get(name, 0.0) for run in runs) for name in names] for part in (0, 1))
         prior = PRIOR * float(np.median(alone))
         for name, least, most in zip(names, alone, beside, strict=True):
-            found[name] = min(max((most + prior * found[""]) / (least + prior), 1.0), MOST_CROWDED)
+            found[name] = min(max((most + prior * found[""]) / (least + prior), 1.0), host_calls.MOST_CROWDED)
     return found
 
 

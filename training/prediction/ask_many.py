@@ -18,24 +18,11 @@ from stepsight.dataset.base.caching import without_collection
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.job.job import Job, JobLike
-from stepsight.simulator.durations.latency_model import (
-    LATENCY,
-    GivenLatency,
-    LatencyModel,
-    latency_name,
-    latency_of_job,
-)
+from stepsight.simulator.durations import latency_model
 from stepsight.simulator.iteration.simulate import can_simulate_many, simulate_many
 from stepsight.simulator.memory import estimate_memory
 from stepsight.training.corrections.calibration import Calibration, JobCorrection
 from stepsight.training.prediction import prediction as one_job
-from stepsight.training.prediction.prediction import (
-    ROOFLINE,
-    Prediction,
-    asked_predictor,
-    latency_of_facts,
-    source_of_facts,
-)
 from stepsight.training.prediction.work_doubts import interval_ends
 from stepsight.training.predictor.predictor import LearnedLatency, Predictor
 from stepsight.training.predictor.software_used import software_change, software_stated, with_change
@@ -86,7 +73,7 @@ def predict(
     latency: str = "",
     date: str = "",
     container: str = "",
-) -> Prediction: ...
+) -> one_job.Prediction: ...
 @overload
 def predict(job: Program, predictor: Predictor | str | Path | None = None) -> CapturedPrediction: ...
 def predict(
@@ -97,7 +84,7 @@ def predict(
     latency: str = "",
     date: str = "",
     container: str = "",
-) -> Prediction | CapturedPrediction:
+) -> one_job.Prediction | CapturedPrediction:
     """Predict one training iteration of a job, or of a program of one rank.
 
     Args:
@@ -136,7 +123,7 @@ def predict(
     return predict_program(job, predictor)
 
 
-def predict_many(jobs: Iterable[JobLike], predictor: Predictor | str | None = None) -> list[Prediction]:
+def predict_many(jobs: Iterable[JobLike], predictor: Predictor | str | None = None) -> list[one_job.Prediction]:
     """Predict several jobs; shared parts are computed once.
 
     Interval, breakdown and timeline of a prediction are computed when they are first asked for.  ``ask_many`` is
@@ -160,7 +147,7 @@ def predict_many(jobs: Iterable[JobLike], predictor: Predictor | str | None = No
     if isinstance(jobs, str | Path | Mapping | Job):
         raise JobError(f"predict_many takes several jobs, for example a list, got one of type {type(jobs).__name__}")
     asked = [job if isinstance(job, Job) else Job.of(job) for job in jobs]
-    found: dict[int, Prediction] = {}
+    found: dict[int, one_job.Prediction] = {}
     with without_collection():
         for index, group in _by_latency(asked, predictor):
             found.update(zip(index, group.predict([asked[place] for place in index]), strict=True))
@@ -173,7 +160,7 @@ class _Group(NamedTuple):
     ``asked``: the arguments of ``predict`` for one job.
     """
 
-    latency: LatencyModel
+    latency: latency_model.LatencyModel
     predictor: Predictor | None
     asked: Predictor | str
 
@@ -199,7 +186,7 @@ class _Group(NamedTuple):
             answers.seconds[place] = found.iteration_time_s
             answers.low_s[place], answers.high_s[place] = found.interval()
 
-    def predict(self, jobs: list[Job]) -> list[Prediction]:
+    def predict(self, jobs: list[Job]) -> list[one_job.Prediction]:
         """Predictions of jobs that this group's latency model answers for."""
         own = self._simulable(jobs, range(len(jobs)))
         asked = [jobs[place] for place in own]
@@ -213,15 +200,15 @@ class _Group(NamedTuple):
             together = cache(partial(self._shares, [jobs[place] for place in some]))
             shares.update((place, partial(lambda of, n: of()[n], together, n)) for n, place in enumerate(some))
         predictor, found = self.predictor, []
-        given = self.latency if isinstance(self.latency, GivenLatency) else None
-        source = (predictor or given).source if predictor or given else source_of_facts(jobs[0])  # type: ignore[union-attr]
+        given = self.latency if isinstance(self.latency, latency_model.GivenLatency) else None
+        source = (predictor or given).source if predictor or given else one_job.source_of_facts(jobs[0])  # type: ignore[union-attr]
         for place, job in enumerate(jobs):
             if place not in seconds:
                 found.append(one_job.predict(job, self.asked))
                 continue
             time_s, share = seconds[place], None if predictor is None else shares[place]
             software = "" if predictor is None else job.framework
-            found.append(Prediction(job, time_s, source, None, predictor, software, share, given=given))
+            found.append(one_job.Prediction(job, time_s, source, None, predictor, software, share, given=given))
         return found
 
     def _shares(self, jobs: list[Job]) -> list[tuple[float, float]]:
@@ -262,13 +249,13 @@ def _by_latency(jobs: Sequence[Job], predictor: Predictor | str | None) -> list[
     groups: dict[int, tuple[list[int], _Group]] = {}
     for place, job in enumerate(jobs):
         name = job.cluster.hardware
-        if elsewhere := latency_name(predictor):
-            given = latency_of_job(job, elsewhere)
-            groups.setdefault(id(given), ([], _Group(given, None, LATENCY + elsewhere)))[0].append(place)
+        if elsewhere := latency_model.latency_name(predictor):
+            given = latency_model.latency_of_job(job, elsewhere)
+            groups.setdefault(id(given), ([], _Group(given, None, latency_model.LATENCY + elsewhere)))[0].append(place)
             continue
         if name not in serving:
-            serving[name] = asked_predictor(name, predictor)
+            serving[name] = one_job.asked_predictor(name, predictor)
         asked = serving[name]
-        latency = latency_of_facts(job) if asked is None else asked.latency(job)
-        groups.setdefault(id(latency), ([], _Group(latency, asked, asked or ROOFLINE)))[0].append(place)
+        latency = one_job.latency_of_facts(job) if asked is None else asked.latency(job)
+        groups.setdefault(id(latency), ([], _Group(latency, asked, asked or one_job.ROOFLINE)))[0].append(place)
     return list(groups.values())

@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Any
 from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.hardware.hardware import find_hardware, unknown_hardware
 from stepsight.dataset.job.job import Job, JobLike
-from stepsight.simulator.durations.latency_model import (
-    GivenLatency,
-    RooflineLatency,
-    latency_name,
-    latency_of_job,
-    launch_calls_of,
-    preset_latency,
-)
+from stepsight.simulator.durations import latency_model
 from stepsight.simulator.iteration.breakdown import exchange_facts
 from stepsight.simulator.iteration.simulate import Sensitivity, Simulation, explain, iteration_flops, simulate
 from stepsight.simulator.iteration.timeline import timeline_json
@@ -67,7 +60,8 @@ class Prediction:
     software: str = ""  # the framework that is said to run the job
     # computes ``unsupported_share`` and ``host_share``, where jobs were predicted together
     share: Callable[[], tuple[float, float]] | None = field(default=None, compare=False)
-    given: GivenLatency | None = field(default=None, compare=False)  # durations from elsewhere, which answered
+    # durations from elsewhere, which answered
+    given: latency_model.GivenLatency | None = field(default=None, compare=False)
     change: SoftwareChange | None = None  # drift since the software that the job states, if another one was asked about
 
     def __repr__(self) -> str:
@@ -100,7 +94,7 @@ class Prediction:
         )
 
     @property
-    def latency(self) -> LearnedLatency | RooflineLatency | GivenLatency:
+    def latency(self) -> LearnedLatency | latency_model.RooflineLatency | latency_model.GivenLatency:
         """The durations that the prediction is computed from."""
         if self.given is not None:
             return self.given
@@ -389,8 +383,8 @@ def predict(
     """Predict a job, as the public ``ask_many.predict`` does."""
     if not isinstance(job, Job):
         job = Job.of(job)
-    if latency := latency or latency_name(predictor):
-        given = latency_of_job(job, latency)
+    if latency := latency or latency_model.latency_name(predictor):
+        given = latency_model.latency_of_job(job, latency)
         simulation = simulate(job, given)
         return Prediction(job, simulation.iteration_time_s, given.source, simulation, given=given)
     asked = asked_predictor(job.cluster.hardware, predictor)
@@ -430,9 +424,9 @@ def source_of_facts(job: Job) -> str:
     return ROOFLINE_SOURCE.format("as asked" if shipped else f"nothing was measured for {job.hardware_name}")
 
 
-def latency_of_facts(job: Job) -> RooflineLatency:
+def latency_of_facts(job: Job) -> latency_model.RooflineLatency:
     """Durations from the hardware facts of a job.  Raises ``JobError`` if the hardware is unknown."""
-    latency = preset_latency(job.cluster.hardware, job.fabric, launch_calls_of(job))
+    latency = latency_model.preset_latency(job.cluster.hardware, job.fabric, latency_model.launch_calls_of(job))
     if latency is None:
         raise JobError(
             f"without a predictor, cluster.{unknown_hardware(job.cluster.hardware)}: train a predictor, or "

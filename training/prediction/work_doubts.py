@@ -10,17 +10,8 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.iteration.simulate import Simulation
 from stepsight.training.collectives.collective_models import label_of
+from stepsight.training.corrections import intervals
 from stepsight.training.corrections.calibration import JobCorrection
-from stepsight.training.corrections.intervals import (
-    MEAN_TO_HALF,
-    MOST_LOG,
-    ROOFLINE_LOG,
-    UNSUPPORTED_LOG,
-    Intervals,
-    NodeDoubts,
-    class_of,
-    uncalibrated_ends,
-)
 from stepsight.training.kernels.kernel_models import label
 from stepsight.training.predictor.predictor import Predictor
 
@@ -50,7 +41,7 @@ class WorkDoubts:
         counts = self._simulation.count_works() * self._simulation.work_seconds
         seconds = dict(zip(self._simulation.lowered.all_works, counts.tolist(), strict=True))
         shares = np.array([seconds[work] for work in self.halves]) / self._simulation.iteration_time_s
-        return (doubts or NodeDoubts({})).of_sum(shares, np.array(list(self.halves.values())))
+        return (doubts or intervals.NodeDoubts({})).of_sum(shares, np.array(list(self.halves.values())))
 
     def _half(self, work: Op | Collective, phase: str) -> float:
         """From errors within runs that were held back, else from those of signatures that its family's fit left out; a
@@ -58,15 +49,15 @@ class WorkDoubts:
         """
         predictor = self._predictor
         if predictor is None:
-            return ROOFLINE_LOG
+            return intervals.ROOFLINE_LOG
         if predictor.doubts is not None:
             half = predictor.doubts.half(work.kind, phase)
         else:
             family = label(work.family, work, predictor.hardware) if isinstance(work, Op) else label_of(work)
             errors = predictor.kernel.regressor.errors if isinstance(work, Op) else predictor.collective.errors
-            half = MEAN_TO_HALF * errors[family] if family in errors else ROOFLINE_LOG
+            half = intervals.MEAN_TO_HALF * errors[family] if family in errors else intervals.ROOFLINE_LOG
         outside = predictor.unsupported(work, self._simulation.job.fabric)
-        return min(half + UNSUPPORTED_LOG, MOST_LOG) if outside else half
+        return min(half + intervals.UNSUPPORTED_LOG, intervals.MOST_LOG) if outside else half
 
 
 def interval_ends(
@@ -84,9 +75,9 @@ def interval_ends(
     decided by the host.
     """
     if predictor is None:
-        return Intervals().half_width_log, Intervals().half_width_log
-    ends = uncalibrated_ends(
-        predictor.intervals, class_of(job), shares, public=predictor.kernel.derives, without=without
+        return intervals.Intervals().half_width_log, intervals.Intervals().half_width_log
+    ends = intervals.uncalibrated_ends(
+        predictor.intervals, intervals.class_of(job), shares, public=predictor.kernel.derives, without=without
     )
     down, up = (predictor.calibration.half_width_log(correction, end, judged=judged) for end in ends)
     return down, up
