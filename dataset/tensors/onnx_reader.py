@@ -17,16 +17,7 @@ from stepsight.dataset.base.files import preset
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tensors.calls import POINTWISE, attention, matrix_product, norm, rows_of, streamed
 from stepsight.dataset.tensors.ranks import TensorStep
-from stepsight.dataset.tensors.readers import (
-    MOST_COMPUTED,
-    Found,
-    ModelReader,
-    Shape,
-    check_count,
-    check_names,
-    check_order,
-    named,
-)
+from stepsight.dataset.tensors.readers import Found, ModelReader, Shape, check_count, check_names, check_order, named
 from stepsight.dataset.traces.classify import DTYPES
 
 _OPS = preset("model_ops.toml")["onnx"]
@@ -85,9 +76,9 @@ def _check_ranges(graph: Any) -> None:
             if (
                 name in tensors
                 and math.prod(tensors[name].dims) == 1
-                and abs(to_array(tensors[name]).item()) > MOST_COMPUTED
+                and abs(to_array(tensors[name]).item()) > ModelReader.left
             ):
-                raise CaptureError(f"{_title(node)} must count to at most {MOST_COMPUTED}")
+                raise CaptureError(f"{_title(node)} must count to at most {ModelReader.left}")
 
 
 def _num_nodes(model: Any) -> int:
@@ -203,7 +194,7 @@ class OnnxReader(ModelReader):
         """Compute what follows from constants alone, if it is small."""
         from onnx.reference import ReferenceEvaluator
 
-        numel = sum(math.prod(self.shapes.get(name, (MOST_COMPUTED + 1,))) for name in writes)
+        numel = sum(math.prod(self.shapes.get(name, (ModelReader.left + 1,))) for name in writes)
         is_random = _STREAMED.get(node.op_type) == "random"
         if is_random or not {*reads} <= self.constants.keys() or not self.affords(numel):
             return False

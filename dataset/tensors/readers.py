@@ -22,7 +22,6 @@ from stepsight.dataset.tensors.ranks import TensorStep
 Found = tuple[str, dict[str, Any], list[str]]  # op, settings and reads of a node
 Shape = Sequence[int]
 MOST_NODES = 60_000  # of a graph
-MOST_COMPUTED = 2**23  # elements of all constants that are computed
 
 
 class ModelReader(ABC):
@@ -37,6 +36,8 @@ class ModelReader(ABC):
         notes: What the user should know.
     """
 
+    left = 2**23  # elements of constants that may still be computed
+
     def __init__(self) -> None:
         self.shapes: dict[str, Shape] = {}
         self.parameters: frozenset[str] = frozenset()
@@ -46,13 +47,12 @@ class ModelReader(ABC):
         self.notes: list[str] = []
         self._calls: list[TensorCall] = []
         self._unknown: dict[str, None] = {}
-        self._left = MOST_COMPUTED  # elements that may still be computed
 
     def affords(self, numel: int) -> bool:
         """Whether a constant of so many elements may still be computed; then they are spent."""
-        if numel > self._left:
+        if numel > self.left:
             return False
-        self._left -= numel
+        self.left -= numel
         return True
 
     @abstractmethod
@@ -66,6 +66,7 @@ class ModelReader(ABC):
     def add(self, found: Found, writes: Sequence[str], name: str, node: Any) -> None:
         """Add a call, and as one of its own the bias that a product adds; ``node`` None: it only views tensors."""
         op, settings, reads = found
+        writes = writes[:1] if op == "reshape" else writes  # inference reads no mask of a dropout
         names = [self.same.get(each, each) for each in reads]
         self.unshaped |= {each: name for each in (*names, *writes) if each not in self.shapes}
         unknown = "" if node is None else self.kernels(node, self.shapes)[1]

@@ -196,3 +196,15 @@ def test_a_range_beyond_what_is_computed_stays_an_op(tmp_path: Path) -> None:
         new.writestr(name, json.dumps(tree))
     with pytest.raises(CaptureError):
         read_model(tmp_path / "b.pt2")
+
+
+def test_the_mask_of_a_dropout_does_not_stop_a_cut(tmp_path: Path) -> None:
+    """Inference drops nothing: only the first output is one."""
+    nodes: list[Node] = [
+        ("MatMul", ["x", "w"], ["a"], {}),
+        ("Dropout", ["a"], ["b", "mask"], {}),
+        ("MatMul", ["b", "v"], ["y"], {}),
+    ]
+    weights = {"w": np.zeros((5, 4), np.float32), "v": np.zeros((4, 6), np.float32)}
+    program = TensorProgram.load(onnx_file(tmp_path / "a.onnx", nodes, X, **weights), training=True).split(2)
+    assert program.world_size == 2 and all(len(call.writes) == 1 for call in program.calls if call.op == "reshape")
