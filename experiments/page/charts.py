@@ -95,7 +95,8 @@ class _Plane:
         least, most = (0.0, max(ys) or 1.0) if zero else (min(ys), max(ys))
         tick = _round_step((most - least) or abs(most) or 1.0)
         self.bottom, self.most = tick * math.floor(least / tick), tick * math.ceil(1.02 * most / tick)
-        self.parts: list[str] = []
+        self.parts = list[str]()
+        self.draw = self.parts.append
         edge = f'height="{self.height}" fill="none" style="stroke:{GREY}"'
         self.draw(f'<rect x="{self.left}" y="{self.top}" width="{self.width}" {edge}/>')
         for part in range(round((self.most - self.bottom) / tick) + 1):
@@ -107,9 +108,6 @@ class _Plane:
             self.write(self.place(x, 0)[0], below + 18, f"{x:.4g}", "middle")
         self.write(self.left + self.width / 2, below + 40, titles[0], "middle")
         self.write(self.left, 14, titles[1])
-
-    def draw(self, part: str) -> None:
-        self.parts.append(part)
 
     def write(self, x: float, y: float, text: str, anchor: str = "start") -> None:
         self.draw(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>')
@@ -240,8 +238,7 @@ def _causes(spans: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -
     """For each event: the one that it waits for, -1 if none, and how long its lane is idle before it.
 
     An action waits for the last of: what ran before it on its stage, and the message that it needs.  A message waits
-    for the action that sends it.  The optimizer, and what an action leaves to other streams, wait for the last of their
-    stage.
+    for the action that sends it.  The optimizer, and what is left to other streams, wait for the last of their stage.
     """
     place = {(e["pid"], e["tid"], e["ts"]): at for at, e in enumerate(spans)}
     ends, needs = dict[int, int](), defaultdict[int, list[int]](list)  # the last end of each arrow

@@ -25,7 +25,7 @@ from stepsight.experiments.page.sections import SearchSection, TraceSection
 from stepsight.experiments.page.server import MOST_DROPPED, TOO_LARGE, Workspace, job_link, linked_job
 from stepsight.experiments.questions.compare import compare_sides, predicted_side
 from stepsight.experiments.questions.job_facts import Field, changed, job_facts
-from stepsight.experiments.questions.training_plan import training_plan
+from stepsight.experiments.questions.training_plan import training_plan, usual_amount
 from stepsight.experiments.reports.text_table import shown, words
 from stepsight.experiments.search.settings import Goal
 from stepsight.training.prediction.prediction import Prediction, predict
@@ -33,7 +33,6 @@ from stepsight.training.prediction.prediction import Prediction, predict
 if TYPE_CHECKING:
     from stepsight.experiments.page.server import Opened
 
-TOKENS = 1e12  # of a training, until the user states them
 PAUSE_S = 0.3  # without a change, before what takes longer is computed
 MOST_PINS = 8
 _START: dict[str, Any] = {  # where the user names no job
@@ -77,7 +76,7 @@ class Desk:
     """
 
     def __init__(self, space: Workspace, asked: list[Prediction], link: str) -> None:
-        self.space, self.goal = space, Goal(tokens=TOKENS)
+        self.space, self.goal = space, Goal(tokens=usual_amount(asked[0].job))
         self.prediction, self.pins = asked[0], asked[1:]
         self._controls: Controls
         self._version, self._resting, self._shown = 0, 0, 0  # of the answer; that rests; whose details are shown
@@ -161,7 +160,10 @@ class Desk:
         self._show(predict(job, self.space.predictor), rebuild)
 
     def _show(self, prediction: Prediction, rebuild: bool = False) -> None:
-        told, plan, job = prediction.to_dict(), training_plan(prediction, self.goal), prediction.job
+        job, told = prediction.job, prediction.to_dict()
+        if job.unit != self.prediction.job.unit:
+            self.goal = replace(self.goal, tokens=usual_amount(job))
+        plan = training_plan(prediction, self.goal)
         self.prediction = prediction
         self._version += 1
         self.say("")
@@ -189,17 +191,15 @@ class Desk:
             self.say(f"{words(field.key)} {shown(text)}: {error}")
 
     def _plan(self, name: str, text: str) -> None:
-        def act() -> None:
-            try:
-                value = float(text)
-            except ValueError:
-                raise StepsightError(f"{name} must be a number > 0, got {text!r:.40}") from None
-            hardware = self.prediction.job.hardware_name
+        hardware = self.prediction.job.hardware_name
+        try:
+            value = float(text)
             stated = {"tokens": value} if name == "tokens" else {"prices": {**self.goal.prices, hardware: value}}
             self.goal = replace(self.goal, **stated)
             self._show(self.prediction)
-
-        self.attempt(act)
+        except ValueError as error:
+            own = isinstance(error, StepsightError)
+            self.say(str(error) if own else f"{name} must be a number > 0, got {text!r:.40}")
 
     async def _look_closer(self) -> None:
         """Show what takes longer, once the controls rest."""
@@ -215,9 +215,8 @@ class Desk:
                 raise _ChangedError
 
         def compute() -> tuple[str, views.Facts]:
-            call = timeline_call(prediction.timeline("segment"))
-            still_wanted()
-            return call, job_facts(prediction, self.space.predictor, plan, on_step=still_wanted)
+            facts = job_facts(prediction, self.space.predictor, plan, on_step=still_wanted)
+            return timeline_call(prediction.timeline("segment")), facts
 
         self._controls.show_rules(prediction.job)
         try:

@@ -116,7 +116,7 @@ class TraceSection:
     """Shows where the time of a traced run went, and what changes would gain; ``content``: the run as HTML."""
 
     def __init__(self) -> None:
-        self.content, self._faster, self._switches = "", dict[str, float](), dict[str, Any]()
+        self.content, self._asked = "", TraceChanges()
         with section("Traces"):
             html("<p>Open a collection, a run folder or a captured script above.</p>")
             self._view = html().props("data-testid=trace")
@@ -137,7 +137,7 @@ class TraceSection:
         self._view.content = self.content
 
     def _add_sliders(self, found: ReplayedRun, kinds: list[str]) -> None:
-        self._faster, self._switches = {}, {}
+        self._asked = TraceChanges()
         with self._sliders:
             html("What if", "h2")
             for kind in dict.fromkeys(kinds):
@@ -146,7 +146,9 @@ class TraceSection:
                     made = slider(f"faster-{kind}", words(kind), len(_STEPS)).props("value=2")
 
                 async def moved(event: Any, kind: str = kind, label: ui.html = label) -> None:
-                    self._faster[kind] = factor = _STEPS[int(event.args)]
+                    factor = _STEPS[int(event.args)]
+                    kept = {of: each for of, each in self._asked.faster.items() if of != kind}
+                    self._asked = replace(self._asked, faster={**kept, **({kind: factor} if factor != 1.0 else {})})
                     label.content = f"{escape(words(kind))}: {factor:g} times as fast"
                     await self._answer(found)
 
@@ -156,17 +158,15 @@ class TraceSection:
                     button(words(name), name.replace("_", "-"), partial(self._switch, found, name))
 
     async def _switch(self, found: ReplayedRun, name: str) -> None:
-        self._switches[name] = not self._switches.get(name, False)
+        turned: dict[str, Any] = {name: not getattr(self._asked, name)}
+        self._asked = replace(self._asked, **turned)
         await self._answer(found)
 
     async def _answer(self, found: ReplayedRun) -> None:
         """Replay the step with all changes."""
-        faster = {kind: factor for kind, factor in self._faster.items() if factor != 1.0}
-        if not faster and not any(self._switches.values()):
-            self._changed.content = ""
-            return
-        told = await run.io_bound(changed_run, found, TraceChanges(faster=faster, **self._switches))
-        if told is not None:
+        self._changed.content, asked = "", self._asked
+        told = None if asked == TraceChanges() else await run.io_bound(changed_run, found, asked)
+        if told is not None and asked == self._asked:
             every = {"change": "all of them", "step_s": told["changed_s"], "speedup": told["speedup"]}
             rows = [[each["change"], seconds_text(each["step_s"]), f"{each['speedup']:.2f}"]
                     for each in (*told["changes"], every)]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 from stepsight.experiments.page import charts
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
     from stepsight.training.prediction.prediction import Prediction
 
 Facts = Mapping[str, Any]
-STAGES_DRAWN = 8  # of a pipeline's memory over time
-MOST_POINTS = 800  # of a curve
+STAGES_DRAWN, MOST_POINTS = 8, 800  # of a pipeline's memory over time: stages, and points of each
 MOST_LISTED = 40  # strategies of a search that are listed
 _DARK = (
     "--ink:#e6e6e6;--paper:#1b1d21;--soft:#2a2d33;--edge:#454a52;--red:#ff8a80;color-scheme:dark;" + charts.DARK_COLORS
@@ -39,7 +39,17 @@ def job_page(predictions: Sequence[Prediction], facts: Sequence[Facts], extra: S
     """Write all about jobs as one file that loads nothing; ``extra``: views that come first, such as a comparison."""
     titles, parts = [title(one.job, one.job.name) for one in predictions], list(extra)
     for number, (text, each) in enumerate(zip(titles, facts, strict=True)):
-        parts += [f'<h1 id="job-{number}">{escape(text)}</h1>', *job_views(each, number)]
+        parts += [f'<h1 id="job-{number}">{escape(text)}</h1>', answer(each, each["plan"]), said(each)]
+        of_job = {
+            "Where the time goes": time(each),
+            "Timeline": timeline_html(number) + critical(each),
+            "Memory": memory(each) + memory_over_time(each),
+            "Training": training(each["plan"]),
+            "Sensitivity": sensitivity(each),
+            "What to try next": next_steps(each),
+            "Assumptions": assumptions(each),
+        }
+        parts += starmap(section, of_job.items())
     calls = [charts.timeline_call(one.timeline("segment"), number) for number, one in enumerate(predictions)]
     whole = titles[0] if len(titles) == 1 else f"{len(titles)} jobs"
     head = f'<meta charset="utf-8"><title>{escape(whole)}</title><style>{style()}</style>'
@@ -51,21 +61,6 @@ def job_page(predictions: Sequence[Prediction], facts: Sequence[Facts], extra: S
 def title(job: Job, name: str = "") -> str:
     """A job on its devices; ``name``: instead of its model's."""
     return f"{name or job.model_name} on {job.cluster.num_devices:,} x {job.hardware_name}"
-
-
-def job_views(facts: Facts, number: int) -> list[str]:
-    """All views of one job."""
-    return [
-        answer(facts, facts["plan"]),
-        said(facts),
-        section("Where the time goes", time(facts)),
-        section("Timeline", timeline_html(number) + critical(facts)),
-        section("Memory", memory(facts) + memory_over_time(facts)),
-        section("Training", training(facts["plan"])),
-        section("Sensitivity", sensitivity(facts)),
-        section("What to try next", next_steps(facts)),
-        section("Assumptions", assumptions(facts)),
-    ]
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -161,18 +156,14 @@ def memory(facts: Facts) -> str:
 
 
 def memory_over_time(facts: Facts) -> str:
-    over_time = facts["memory_over_time"]
-    drawn = over_time[:: max(1, len(over_time) // STAGES_DRAWN)]
-    return "<h3>Memory over time</h3>" + lines(
-        [(f"stage {row['stage']}", _thinned(row["seconds"], row["bytes"])) for row in drawn],
-        "seconds of the iteration", "memory, GB", steps=True, limit=facts["memory"]["capacity_bytes"] / 1e9,
-    )  # fmt: skip
-
-
-def _thinned(seconds: Sequence[float], sizes: Sequence[float]) -> list[tuple[float, float]]:
-    """At most ``MOST_POINTS`` points, each the maximum of those that it replaces; in GB."""
-    step = max(1, -(-len(seconds) // MOST_POINTS))
-    return [(seconds[at], max(sizes[at : at + step]) / 1e9) for at in range(0, len(seconds), step)]
+    """Memory of some stages over the iteration; each point is the maximum of those that it replaces."""
+    series = []
+    for row in facts["memory_over_time"][:: max(1, len(facts["memory_over_time"]) // STAGES_DRAWN)]:
+        seconds, sizes, step = row["seconds"], row["bytes"], max(1, -(-len(row["seconds"]) // MOST_POINTS))
+        points = [(seconds[at], max(sizes[at : at + step]) / 1e9) for at in range(0, len(seconds), step)]
+        series.append((f"stage {row['stage']}", points))
+    titles, limit = ("seconds of the iteration", "memory, GB"), facts["memory"]["capacity_bytes"] / 1e9
+    return "<h3>Memory over time</h3>" + lines(series, *titles, steps=True, limit=limit)
 
 
 def training(plan: Facts) -> str:

@@ -96,12 +96,7 @@ def _curves(job: Job, predictor: Predictor | str | None, on_step: OnStep) -> dic
 
 
 def _tornado(job: Job, effect: EffectOf) -> list[dict[str, Any]]:
-    """Halve and double links, latency, batch sizes and nodes, one at a time.
-
-    Returns:
-        A row for each with ``name``, ``half`` and ``double`` (``Effect``; None: not legal), the largest
-        effect first.
-    """
+    """Halve and double links, latency, batch sizes and nodes: ``name``, ``half`` and ``double`` (None: not legal)."""
     rows = list[dict[str, Any]]()
     for field in fields_of(job):
         if field.is_number and field.group in (BATCH, CLUSTER):
@@ -145,6 +140,7 @@ _SLIDERS: tuple[tuple[str, str, int], ...] = (
     (SIZES, "model.layers", 0),
     (SIZES, "model.hidden", 0),
 )
+_AROUND = (0.125, 0.25, 0.5, 1, 2, 4, 8)
 _OF_TABLES = ("model.seq_len", "model.layers", "model.hidden")  # they follow from a recommendation model's tables
 _CHOSEN = ("zero_stage", "recompute", "sequence_parallel", "overlap_grad_reduce", "overlap_param_gather", "overlap_tp")
 
@@ -194,7 +190,9 @@ def fields_of(job: Job) -> list[Field]:
     for group, key, most in _SLIDERS:
         if not (job.model.tables and key in _OF_TABLES):
             own = value_of(job, key)
-            values = [2**power for power in range(most.bit_length())] if most else _around(own)
+            values = [2**power for power in range(most.bit_length())]
+            if not most:
+                values = [max(1, int(own * times)) if isinstance(own, int) else own * times for times in _AROUND]
             found.append(Field(group, key, tuple(sorted({own, *values})), True))
     choices: list[tuple[str, str, Iterable[Any]]] = [
         (STRATEGY, SCHEDULE, SCHEDULES.names()),
@@ -207,12 +205,6 @@ def fields_of(job: Job) -> list[Field]:
         Field(group, key, tuple(dict.fromkeys((*values, value_of(job, key)))), False) for group, key, values in choices
     ]
     return sorted(found, key=lambda field: GROUPS.index(field.group))
-
-
-def _around(own: Any) -> list[Any]:
-    """An eighth to eight times a value."""
-    factors = (0.125, 0.25, 0.5, 1, 2, 4, 8)
-    return [max(1, int(own * factor)) if isinstance(own, int) else own * factor for factor in factors]
 
 
 def changed(job: Job, key: str, value: Any) -> Job:

@@ -41,9 +41,9 @@ def traced_device(run: TracedRun, on: str = "", on_fabric: str = "") -> tuple[st
             f"--on must be the traced device: the trace is of {said or ('a CPU' if on_host else 'a GPU')!r:.80}, "
             f"got {on!r:.80}; --hardware asks about another one"
         )
+    if facts is None and on:
+        raise StepsightError(f"--on must be the traced device, a name or a file: {unknown_hardware(on)}")
     if facts is None:
-        if on:
-            raise StepsightError(f"--on must be the traced device, a name or a file: {unknown_hardware(on)}")
         told = f"the trace names {said!r:.80}, which is no known device" if said else "the trace names no device"
         raise StepsightError(
             f"{told}: name the device or a similar one with --on (as in --on mi300x); --on takes "

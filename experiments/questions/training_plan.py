@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING, Any
 from stepsight.dataset.base.errors import StepsightError
 
 if TYPE_CHECKING:
+    from stepsight.dataset.job.job import Job
     from stepsight.experiments.search.settings import Goal
     from stepsight.training.prediction.prediction import Prediction
 
 HOUR_S, DAY_S = 3600.0, 86400.0
+TOKENS, SAMPLES = 1e12, 1e9  # of a training, until the user states them
+
+
+def usual_amount(job: Job) -> float:
+    """The tokens of a training that nobody states, or the samples of a recommendation model."""
+    return SAMPLES if job.model.tables else TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +92,9 @@ def training_plan(prediction: Prediction, goal: Goal, reliability: Reliability |
         ``high_days`` follow from the prediction interval.  Energy is an estimate: devices at their rated power.
     """
     job, seconds = prediction.job, (prediction.iteration_time_s, prediction.low_s, prediction.high_s)
-    told = goal.objectives(job, seconds)
-    losses = (reliability or Reliability()).goodput(job.cluster.nodes)
+    told, losses = goal.objectives(job, seconds), (reliability or Reliability()).goodput(job.cluster.nodes)
     goodput = losses.get("goodput", 1.0)
     days = told["training_time_s"] / goodput / DAY_S
-    cost, energy = told["cost"], told["energy_kwh"]
     return {
         "tokens": goal.tokens,
         "unit": job.unit,
@@ -100,10 +105,8 @@ def training_plan(prediction: Prediction, goal: Goal, reliability: Reliability |
         "low_days": days * prediction.low_s / prediction.iteration_time_s,
         "high_days": days * prediction.high_s / prediction.iteration_time_s,
         "device_hours": days * 24.0 * job.cluster.num_devices,
-        "cost": None if cost is None else cost / goodput,
-        "energy_kwh": None if energy is None else energy / goodput,
-        "goodput": goodput,
-        **{key: value for key, value in losses.items() if key != "goodput"},
+        **{key: told[key] and told[key] / goodput for key in ("cost", "energy_kwh")},
+        **{"goodput": goodput, **losses},
     }
 
 

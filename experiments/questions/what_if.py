@@ -33,10 +33,8 @@ def changed_run(found: ReplayedRun, wanted: TraceChanges) -> dict[str, Any]:
     asked = _changes(wanted, traced)
     if not asked:
         raise StepsightError("what-if needs at least one change, as --faster gemm=1.5 or --no-host")
-    step_s, each = found.base.replayed_s, []
-    for title, change in asked:
-        alone = found.step_with(change)
-        each.append({"change": title, "step_s": alone, "speedup": step_s / alone if alone else 0.0})
+    step_s, alone = found.base.replayed_s, [(title, found.step_with(change)) for title, change in asked]
+    each = [{"change": title, "step_s": s, "speedup": step_s / s if s else 0.0} for title, s in alone]
     tally, changed = changes.Tally(), list(found.graphs)
     for _, change in asked:
         changed = change(changed, tally)
@@ -105,9 +103,8 @@ def _changes(asked: TraceChanges, traced: tuple[str, Fabric] | None) -> list[tup
 
 
 def what_if_text(told: dict[str, Any]) -> str:
-    rows = list(told["changes"])
-    if len(rows) > 1:
-        rows.append({"change": "all of them", "step_s": told["changed_s"], "speedup": told["speedup"]})
+    every = {"change": "all of them", "step_s": told["changed_s"], "speedup": told["speedup"]}
+    rows = [*told["changes"], *([every] if len(told["changes"]) > 1 else [])]
     lines = [
         step_text(told),
         table_of(rows, {"change": "change", "step ms": "step_s", "speed-up": "speedup"}, 3),

@@ -91,10 +91,6 @@ def program_text(told: Mapping[str, Any]) -> str:
     return _prediction_text(told, head, f"MFU {100 * told['mfu']:.1f} %, HFU {100 * told['hfu']:.1f} %", fullest)
 
 
-def _range(half_log: float) -> str:
-    return f"{100 * math.expm1(-half_log):+.0f} to {100 * math.expm1(half_log):+.0f}"
-
-
 def explanation_report(job: Job, prediction: Prediction, top: int) -> dict[str, Any]:
     """Sensitivity of the time to ops and collectives."""
     rows, halves = prediction.explain(top), prediction.doubts.halves
@@ -103,7 +99,9 @@ def explanation_report(job: Job, prediction: Prediction, top: int) -> dict[str, 
         "op or collective": lambda row: str(row.work),
         "times on the critical path": lambda row: Number(row.count, 0),
         "each": lambda row: f"{row.seconds * 1e6:.1f} us",
-        "90 % interval, %": lambda row: _range(halves[row.work]),
+        "90 % interval, %": lambda row: " to ".join(
+            f"{100 * math.expm1(sign * halves[row.work]):+.0f}" for sign in (-1, 1)
+        ),
         "% of the time": lambda row: 100 * row.share,
         "halving it saves": lambda row: seconds_text(row.halved_s),
         "%": lambda row: 100 * row.halved_s / whole,
@@ -116,10 +114,14 @@ def explanation_report(job: Job, prediction: Prediction, top: int) -> dict[str, 
         text += f"\nthe host's launches are {100 * launches:.1f} % of the critical path: faster ops do not shorten them"
     text += "" if prediction.published is None else f"\n{prediction.published}"
     text += "".join(f"\nwarning: {warning}" for warning in prediction.warnings)
-    values = [{**row.to_dict(), "half_width_log": halves[row.work]} for row in rows]
-    told = {"job": job.name, "iteration_time_s": whole, "launches_share": launches}
-    told["doubt_log"] = prediction.doubts.total
+    told = {
+        "job": job.name,
+        "iteration_time_s": whole,
+        "launches_share": launches,
+        "doubt_log": prediction.doubts.total,
+    }
     told |= {} if prediction.published is None else {"published": prediction.published.to_dict()}
+    values = [{**row.to_dict(), "half_width_log": halves[row.work]} for row in rows]
     return {**told, "sensitivities": values, "text": text}
 
 
@@ -127,14 +129,13 @@ def training_report(predictor: Predictor, out: Path) -> dict[str, Any]:
     """Errors per op family of a new predictor."""
     manifest = predictor.manifest
     metrics = manifest.get("metrics", {})
-    cells = [[name, Number(value, 2)] for name, value in sorted(metrics.items()) if isinstance(value, int | float)]
-    text = f"predictor {out} for {predictor.hardware.name}\n" + table(["metric", "value"], cells)
+    text = f"predictor {out} for {predictor.hardware.name}"
     told = {"predictor": str(out), "hardware": predictor.hardware.name, "metrics": metrics}
     if "trained_shapes" not in manifest:
-        return {**told, "text": text}
+        cells = [[name, Number(value, 2)] for name, value in sorted(metrics.items()) if isinstance(value, int | float)]
+        return {**told, "text": f"{text}\n{table(['metric', 'value'], cells)}"}
     held_out = manifest["held_out"]
-    learned = f"{manifest['num_ops']} ops, {manifest['num_collectives']} collectives"
-    text = f"predictor {out} for {predictor.hardware.name}: {learned}\n"
+    text += f": {manifest['num_ops']} ops, {manifest['num_collectives']} collectives\n"
     if held_out:
         rows = [{"family": name, **figures} for name, figures in held_out.items()]
         names = {"family": "family", "rows": "rows", "mean error %": "mape", "median": "median", "p90": "p90"}
@@ -178,19 +179,19 @@ def demo_text(summary: dict[str, Any]) -> str:
 
 def config_text(read: ConfigJob) -> str:
     """The job, and tables of what was mapped and assumed."""
-    mapped = [(key, _shown(value), read.sources.get(key, "")) for key, value in read.mapped.items()]
-    assumed = [(key, _shown(value), read.reasons.get(key, "")) for key, value in read.assumed.items()]
-    if read.read is None:
-        parts = [f"job     not whole: no configuration states {', '.join(read.missing)}"]
-    else:
-        parts = [f"job     {read.job.name} on {read.job.cluster.num_devices} x {read.job.cluster.hardware}"]
-    parts[0] += f"\nformat  {', '.join(read.formats)}"
-    if mapped:
-        parts.append(table(("mapped", "value", "from"), mapped))
-    if assumed:
-        parts.append(table(("assumed", "value", "because"), assumed))
+    told = f"not whole: no configuration states {', '.join(read.missing)}"
+    if read.read is not None:
+        told = f"{read.job.name} on {read.job.cluster.num_devices} x {read.job.cluster.hardware}"
+    parts = [f"job     {told}\nformat  {', '.join(read.formats)}"]
+    for what, keys, why, texts in (
+        ("mapped", read.mapped, "from", read.sources),
+        ("assumed", read.assumed, "because", read.reasons),
+    ):
+        if keys:
+            rows = [(key, _shown(value), texts.get(key, "")) for key, value in keys.items()]
+            parts.append(table((what, "value", why), rows))
     if read.ignored:
-        parts.append("ignored\n" + "\n".join(f"  {text}" for text in read.ignored))
+        parts.append("\n  ".join(["ignored", *read.ignored]))
     return "\n\n".join(parts)
 
 

@@ -122,17 +122,14 @@ def captures_differ(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any
         for rank, counts in zip(pair, signatures, strict=True):
             for row in rank["collectives"]:
                 counts[tuple(row[name] for name in _SIGNATURE)] += row["count"]
-        collectives = _counts_that_differ(*signatures).items()
-        found.append(
-            {
-                "ranks": [rank["rank"] for rank in pair],
-                **{name: [rank[name] for rank in pair] for name in ("flops", "peak_bytes")},
-                "ops_by_kind": _counts_that_differ(*(rank["ops_by_kind"] for rank in pair)),
-                "collectives": [
-                    {**dict(zip(_SIGNATURE, key, strict=True)), "counts": counts} for key, counts in collectives
-                ],
-            }
-        )
+        collectives = [
+            {**dict(zip(_SIGNATURE, key, strict=True)), "counts": counts}
+            for key, counts in _counts_that_differ(*signatures).items()
+        ]
+        same = {"ranks": "rank", "flops": "flops", "peak_bytes": "peak_bytes"}
+        told = {name: [rank[key] for rank in pair] for name, key in same.items()}
+        kinds = _counts_that_differ(*(rank["ops_by_kind"] for rank in pair))
+        found.append({**told, "ops_by_kind": kinds, "collectives": collectives})
     return {"scripts": [one["script"], other["script"]], "ranks": found}
 
 
@@ -186,14 +183,9 @@ def describe_collection(path: Path) -> dict[str, Any]:
 
 def _run_row(manifest: RunManifest) -> dict[str, Any]:
     """One line about a run: median of the unprofiled steps and the spread of the rounds' medians."""
-    return {
-        "name": manifest.name,
-        "role": manifest.role,
-        "ranks": manifest.world_size,
-        **({} if manifest.stand_in is None else {"stand_in": manifest.stand_in}),
-        **({"compiled": True} if manifest.compiled else {}),
-        **_step_times(manifest.rounds),
-    }
+    row: dict[str, Any] = {"name": manifest.name, "role": manifest.role, "ranks": manifest.world_size}
+    row |= {} if manifest.stand_in is None else {"stand_in": manifest.stand_in}
+    return {**row, **({"compiled": True} if manifest.compiled else {}), **_step_times(manifest.rounds)}
 
 
 def _imported_row(run: ImportedRun) -> dict[str, Any]:
@@ -218,11 +210,11 @@ def describe_run(path: Path) -> dict[str, Any]:
     trace = read_run(path)
     manifest, row = trace.manifest, _run_row(trace.manifest)
     totals: dict[str, dict[str, Any]] = {}
-    for segment in trace.segments():
-        for node, seconds in zip(segment.program.nodes, segment.slot_s, strict=True):
-            entry = totals.setdefault(node.work.kind, {"calls": 0, "seconds": 0.0})
-            entry["calls"] += 1
-            entry["seconds"] += float(seconds)
+    pairs = (pair for each in trace.segments() for pair in zip(each.program.nodes, each.slot_s, strict=True))
+    for node, seconds in pairs:
+        entry = totals.setdefault(node.work.kind, {"calls": 0, "seconds": 0.0})
+        entry["calls"] += 1
+        entry["seconds"] += float(seconds)
     whole = sum(entry["seconds"] for entry in totals.values()) or 1.0
     kinds = dict(sorted(totals.items(), key=lambda item: -item[1]["seconds"]))
     cells = [

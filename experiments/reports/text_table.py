@@ -21,15 +21,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
     Cells are one line: names in traces may hold any character.
     """
-    cells = [[shorten(str(cell), _LONGEST) for cell in row] for row in rows]
-    widths = [max(len(line[i]) for line in [list(header), *cells]) for i in range(len(header))]
-    numeric = [all(not isinstance(row[i], str) for row in rows) and bool(rows) for i in range(len(header))]
-
-    def line(values: Sequence[str]) -> str:
-        padded = (v.rjust(w) if right else v.ljust(w) for v, w, right in zip(values, widths, numeric, strict=True))
-        return "  ".join(padded).rstrip()
-
-    return "\n".join([line(list(header)), line(["-" * w for w in widths]), *map(line, cells)])
+    cells = [list(header), *([shorten(str(cell), _LONGEST) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    pads = [str.ljust if not rows or any(isinstance(row[i], str) for row in rows) else str.rjust
+            for i in range(len(header))]  # fmt: skip
+    cells.insert(1, ["-" * width for width in widths])
+    return "\n".join("  ".join(p(c, w) for p, c, w in zip(pads, line, widths, strict=True)).rstrip() for line in cells)
 
 
 Column = Callable[[Any], object]  # the cell of a row

@@ -53,12 +53,8 @@ class CollectSettings(Rounds):
 
     def counts(self, in_box: bool = False) -> dict[str, int]:
         """The numbers of steps and rounds for a plan."""
-        return {
-            "rounds": self.rounds,
-            "steps": self.steps,
-            "warmup": (1 if in_box else 2) if self.warmup is None else self.warmup,
-            "profile_steps": (0 if in_box else 2) if self.profile_steps is None else self.profile_steps,
-        }
+        usual = {"rounds": 0, "steps": 0, "warmup": 1 if in_box else 2, "profile_steps": 0 if in_box else 2}
+        return {name: each if (own := getattr(self, name)) is None else own for name, each in usual.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,9 +36,7 @@ def strategies_of(job: Job, found: Mapping[str, Any]) -> list[Job]:
     tables = {"parallel": ParallelSpec, "batch": BatchSpec}
     known = {section: {item.name for item in fields(spec)} for section, spec in tables.items()}
     jobs = []
-    for row in rows:
-        if not row.get("fits", True):
-            continue
+    for row in (row for row in rows if row.get("fits", True)):
         plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
         chosen = {section: {key: plain[key] for key in plain if key in known[section]} for section in tables}
         try:

@@ -9,7 +9,6 @@ import re
 import signal
 import sqlite3
 import sys
-from collections.abc import Iterator
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -71,19 +70,11 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+@app.callback(invoke_without_command=True)
+def _options(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
         typer.echo(f"stepsight {__version__}")
         raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    pass
 
 
 for _task, _verbs in VERBS.items():
@@ -115,21 +106,17 @@ def main() -> None:
     try:
         prepare_streams()
         code = app(standalone_mode=False)
-    except (StepsightError, OSError) as error:  # OSError: a file or folder that cannot be read or written
-        _fail(storage_problem(error) or str(error))
-    except ModuleNotFoundError as error:
-        problem = missing_extra(error)
-        if not problem:
-            raise
-        _fail(problem)
     except _USAGE as error:
-        text: str = error.format_message()
         if type(error).__name__ == "NoArgsIsHelpError":
-            typer.echo(text, err=True)
+            typer.echo(error.format_message(), err=True)
             sys.exit(2)
-        _fail(text)
+        _fail(error.format_message())
     except Exception as error:
         problem = storage_problem(error)
+        if not problem and isinstance(error, StepsightError | OSError):  # a file or folder that cannot be used
+            problem = str(error)
+        elif not problem and isinstance(error, ModuleNotFoundError):
+            problem = missing_extra(error)
         if not problem:
             raise
         _fail(problem)
@@ -154,6 +141,7 @@ def _fail(text: str) -> NoReturn:
     sys.exit(2)
 
 
+_LONGEST_CHAIN = 100
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 
 
@@ -193,22 +181,15 @@ def finish_stdout() -> OSError | None:
 
 def storage_problem(error: BaseException) -> str:
     """What is wrong with the disk, if that caused an error of a library; else ""."""
-    for link in _chain(error):
+    link: BaseException | None = error
+    for _ in range(_LONGEST_CHAIN):  # the error, its cause, the cause of that, and so on
         if isinstance(link, OSError) and link.errno in _FULL:
             where = f": {link.filename}" if link.filename else ""
             return f"cannot write: {os.strerror(link.errno or 0)}{where}"
         if isinstance(link, sqlite3.OperationalError) and ("is full" in str(link) or "disk I/O" in str(link)):
             return f"cannot write a database: {link}"
+        link = link and (link.__cause__ or link.__context__)
     text = str(error)
     if "No space left on device" in text or "database or disk is full" in text:  # of libraries in other languages
         return f"cannot write: No space left on device ({type(error).__name__})"
     return ""
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, its cause, the cause of that, and so on."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 200e6  # of traces that are written without being asked for by stage
 BYTES_OF_KERNEL = 900  # its operator, launch, arrow and the kernel itself
+_OF_JOBS = ("jobs", "schedule", "traces", "trace_stages", "tokens", "prices", "framework", "level", "latency",
+            "baseline", "date", "container", "given")  # fmt: skip
 TEN_BEST = SearchSettings(top=10)
 
 
@@ -122,9 +124,7 @@ def predict_command(
     if program is not None:
         fixed = "the captured ranks fix the number of devices; capture again with --world-size"
         refuse_given(context, ("nodes",), f"does not go with --program: {fixed}")
-        others = ("jobs", "schedule", "traces", "trace_stages", "tokens", "prices", "framework", "level", "latency",
-                  "baseline", "date", "container", "given")  # fmt: skip
-        refuse_given(context, others, "does not go with --program: leave it out")
+        refuse_given(context, _OF_JOBS, "does not go with --program: leave it out")
         return _predict_program(program, source.load(), (overrides.hardware, fabric), files.timeline)
     refuse_given(context, ("fabric",), "belongs to --program: a job file names its own fabric")
     if not jobs:
@@ -176,8 +176,7 @@ def _predict_program(
     from stepsight.training.prediction.captured_prediction import captured_latency, predict_captured
 
     captured_latency(*cluster, predictor)  # a program takes long to read
-    reads_model = is_model(program) and program.is_file()
-    captured = read_model(program) if reads_model else read_captured(program)
+    captured = read_model(program) if is_model(program) and program.is_file() else read_captured(program)
     prediction = predict_captured(captured, *cluster, predictor)
     told = prediction.to_dict()
     if timeline is not None:
@@ -204,10 +203,10 @@ def write_traces(prediction: Prediction, folder: Path, asked: str = "") -> None:
     stages = list(range(prediction.simulation.lowered.num_stages))
     size = BYTES_OF_KERNEL * sum(num_kernels(prediction.simulation))
     if asked and asked != "all":
-        wanted = set(comma_separated("--trace-stages", int, (), asked))
-        if not wanted <= set(stages):
+        wanted = sorted({*comma_separated("--trace-stages", int, (), asked)})
+        if wanted[-1] not in stages:
             raise StepsightError(f"--trace-stages must be all, or stages from 0 to {stages[-1]}, got {asked!r:.80}")
-        stages = sorted(wanted)
+        stages = wanted
     elif not asked and size > MOST_BYTES and len(stages) > 2:
         typer.echo(
             f"traces of all {len(stages)} stages would take about {size / 1e6:,.0f} MB: the first and the last stage "
@@ -337,18 +336,26 @@ def search_command(
     """
     from stepsight.dataset.base.files import write_text
     from stepsight.experiments.search.search_report import plot_result, search_report, write_best
+    from stepsight.experiments.search.strategies import scenario_jobs
 
     best.check(job)
     if uneven and not scenarios.is_empty:
         raise StepsightError("--uneven is for one cluster and batch: search the best scenario again with it")
     if uneven and goal_options.robust == REGRET:
         raise StepsightError(f"--uneven does not go with --robust {REGRET}: give one of them")
-    predictor, own, problem = source.load(), None, ""
-    if len(scenarios.nodes) == 1:  # one size is where the job is searched, and nothing to compare
-        own, read, problem = _on_nodes(job, overrides, scenarios.nodes[0])
+    predictor, nodes, problem = source.load(), scenarios.nodes, ""
+    if len(nodes) == 1:  # one size is where the job is searched, and nothing to compare
         scenarios = replace(scenarios, nodes=())
-    else:
-        own = read = overrides.read(job)
+    try:
+        own = read = overrides.read(job, nodes[0] if len(nodes) == 1 else None)
+    except JobError as error:
+        if len(nodes) != 1:
+            raise
+        own, problem = overrides.read(job), f"the job's own strategy does not run on {nodes[0]} nodes: {error}"
+        ((_, found),) = scenario_jobs(own, Scenarios(nodes=nodes))
+        if isinstance(found, JobError):
+            raise found from None
+        read = found
     asked: dict[str, Any] = {"predictor": predictor, "space": space}
     more = {"goal": goal_options.goal(scenarios), "scenarios": scenarios, "expert_loads": expert_loads}
     result = _searched(read, settings, workers, uneven, {**asked, **more})
@@ -362,22 +369,6 @@ def search_command(
     if csv is not None:
         write_text(csv, result.to_frame().to_csv(index=False))
     return Answer(report, text)
-
-
-def _on_nodes(path: Path, overrides: JobOptions, nodes: int) -> tuple[Job, Job, str]:
-    """The job of a file, and the one to search on a number of nodes, with why it is not in its own strategy."""
-    from stepsight.experiments.search.settings import Scenarios
-    from stepsight.experiments.search.strategies import scenario_jobs
-
-    try:
-        own = overrides.read(path, nodes)
-    except JobError as error:
-        own, problem = overrides.read(path), f"the job's own strategy does not run on {nodes} nodes: {error}"
-        ((_, found),) = scenario_jobs(own, Scenarios(nodes=(nodes,)))
-        if isinstance(found, JobError):
-            raise found from None
-        return own, found, problem
-    return own, own, ""
 
 
 def _searched(job: Job, settings: SearchSettings, workers: int, uneven: bool, asked: dict[str, Any]) -> SearchResult:

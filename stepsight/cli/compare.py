@@ -114,7 +114,7 @@ def report_command(
     source: LearnedSource,
     overrides: MovedJobOptions,
     search: bool = False,
-    tokens: Annotated[float, typer.Option(show_default="1e12")] = 1e12,
+    tokens: Annotated[float | None, typer.Option(show_default="1e12; 1e9 samples")] = None,
     prices: Prices = None,
     reliability: Reliability,
 ) -> Answer:
@@ -131,21 +131,23 @@ def report_command(
         jobs: Job files, or configurations of frameworks.
         out: The page to write (.html).
         search: Also search the best strategies of each job; this takes seconds.
-        tokens: Tokens to train on, for duration, device-hours, cost and energy.
+        tokens: Tokens (samples of a recommendation model) to train on, for duration, device-hours, cost and energy.
     """
     from stepsight.dataset.base.files import write_text
     from stepsight.experiments.page import views
     from stepsight.experiments.questions.compare import compare_sides, predicted_side
     from stepsight.experiments.questions.job_facts import job_facts
-    from stepsight.experiments.questions.training_plan import plan_text, training_plan
+    from stepsight.experiments.questions.training_plan import TOKENS, plan_text, training_plan, usual_amount
     from stepsight.experiments.search.search import search as search_strategies
     from stepsight.training.prediction.prediction import predict
 
-    goal, predictor, tell = goal_of(tokens, prices), source.load(), progress("jobs reported")
+    goal = goal_of(TOKENS if tokens is None else tokens, prices)
+    predictor, tell = source.load(), progress("jobs reported")
     read = overrides.read_all(jobs, overrides.nodes)
     facts, extra, predictions = [], [], [predict(job, predictor) for job in read]
     for number, prediction in enumerate(predictions):
-        facts.append(job_facts(prediction, predictor, training_plan(prediction, goal, reliability)))
+        own = goal if tokens is not None else replace(goal, tokens=usual_amount(prediction.job))
+        facts.append(job_facts(prediction, predictor, training_plan(prediction, own, reliability)))
         if search:
             found = search_strategies(prediction.job, predictor)
             facts[-1]["search"] = [{"job": each.job.name, **each.to_dict()} for each in found.choices[:5]]

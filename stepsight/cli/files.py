@@ -137,17 +137,19 @@ class JobOptions:
         from stepsight.dataset.configs.drafts import Given
         from stepsight.dataset.configs.formats import is_job_file, read_configs
         from stepsight.dataset.job.job import Job
+        from stepsight.experiments.questions.sweep import toml_value
 
-        given = dict[str, Any]()
-        if self.given:
-            from stepsight.experiments.questions.sweep import toml_value
-
-            given = pairs("--set", self.given, toml_value)
+        given = pairs("--set", self.given, toml_value)
         for path in paths:
             refuse_program(path)
         if len(paths) == 1 and is_job_file(paths[0]):
             job = Job.from_file(paths[0], self.framework, given)
-            return job if not self.hardware and nodes is None else _moved(job, self.hardware, nodes)
+            hardware, fabric = self.hardware or job.cluster.hardware, job.cluster.fabric
+            fabric = fabric if hardware == job.cluster.hardware else ""  # the usual one of other devices
+            cluster = replace(job.cluster, hardware=hardware, nodes=nodes or job.cluster.nodes, fabric=fabric)
+            same = cluster.num_devices == job.cluster.num_devices
+            parallel = job.parallel if same else replace(job.parallel, dp=0, dp_shard=0)
+            return job if cluster == job.cluster else replace(job, cluster=cluster, parallel=parallel)
         stated = {"cluster.hardware": self.hardware, "cluster.nodes": nodes, "framework": self.framework}
         return read_configs(paths, Given(values={**given, **{key: value for key, value in stated.items() if value}}))
 
@@ -164,15 +166,6 @@ class MovedJobOptions(JobOptions):
 
     def read(self, path: Path, nodes: int | None = None) -> Job:
         return super().read(path, self.nodes)
-
-
-def _moved(job: Job, hardware: str, nodes: int | None) -> Job:
-    """Return the job on other devices, with their usual fabric and a new number of replicas."""
-    cluster = replace(job.cluster, hardware=hardware or job.cluster.hardware, nodes=nodes or job.cluster.nodes)
-    if hardware and hardware != job.cluster.hardware:
-        cluster = replace(cluster, fabric="")
-    same = cluster.num_devices == job.cluster.num_devices
-    return replace(job, cluster=cluster, parallel=job.parallel if same else replace(job.parallel, dp=0, dp_shard=0))
 
 
 def refuse_program(path: Path) -> None:

@@ -78,17 +78,16 @@ def train_command(
     if tables and len(tables) < len(sources):
         raise StepsightError("train takes collections or tables (.parquet), got both: train one predictor on each")
     shared: dict[str, Any] = {"seed": seed, "tracking_uri": tracking_uri}
+    facts: dict[str, Any] = {"like": like, "software": software, "fabric": fabric, "samples": samples}
     if tables:
         from stepsight.training.fitting.train_tables import train_tables
 
-        facts: dict[str, Any] = {"like": like, "software": software, "fabric": fabric, "samples": samples}
         refuse_given(called, ("context",), "is for collections, got tables (.parquet): leave it out")
         predictor = train_tables(tables, out, hardware=hardware or "", **facts, **shared)
     else:
         from stepsight.training.fitting.train_runs import train
 
-        of_tables = ("like", "software", "fabric", "samples")
-        refuse_given(called, of_tables, "is for tables (.parquet), got collections: leave it out")
+        refuse_given(called, facts, "is for tables (.parquet), got collections: leave it out")
         name = "local-cpu" if hardware is None else hardware
         predictor = train(sources, out, hardware_name=name, progress=True, context=context, **shared)
     report = training_report(predictor, out)
@@ -199,8 +198,7 @@ def _judge_measured(path: Path, predictor: Predictor | str | None, fabric: str |
         told = judge_collection(path, predictor)
         return Answer(told, told["text"])
     links, judges = None if fabric is None else find_fabric(fabric), predictor_by_hardware(predictor)
-    measured, tell = Measurements.from_parquet(path), progress("rows predicted")
-    judged = judge_table(measured, judges, links, tell, software=software)
+    judged = judge_table(Measurements.from_parquet(path), judges, links, progress("rows predicted"), software=software)
     return Answer(judged.to_dict(), table_errors_text(judged))
 
 

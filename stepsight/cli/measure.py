@@ -14,6 +14,7 @@ from stepsight.dataset.base.errors import StepsightError, need
 from stepsight.experiments.tasks.settings import CollectSettings, Rounds
 
 _OF_JOBS = ("framework", "hardware", "given")
+_OF_PLANS = ("reuse", "role", "rounds", "steps", "warmup", "profile_steps", "event_seconds", "extra_seconds")
 
 
 def collect_command(
@@ -80,12 +81,12 @@ def collect_command(
         raise StepsightError("collect takes job files, a plan, or --script with a training script; got none")
     if not plan_only:
         need("torch")
-    if len(jobs) == 1 and is_plan(jobs[0]):
-        their = ("reuse", "role", "rounds", "steps", "warmup", "profile_steps", "event_seconds", "extra_seconds")
-        refuse_given(context, (*their, *_OF_JOBS), f"is for job files: the plan {jobs[0]} states its own")
+    plan = len(jobs) == 1 and is_plan(jobs[0])
+    if plan:
+        refuse_given(context, (*_OF_PLANS, *_OF_JOBS), f"is for job files: the plan {jobs[0]} states its own")
     if box is not None or plan_only:
         refuse_given(context, ("reuse",), "is for runs on this machine, outside of a box")
-    held, plan = None if box is None else read_box(box), len(jobs) == 1 and is_plan(jobs[0])
+    held = None if box is None else read_box(box)
     read = jobs if plan else overrides.read_all(jobs)
     summary = collect_jobs(read, out, settings, plan_only=plan_only, progress=True, box=held, reuse=reuse or ())
     return Answer(summary, summary["text"], "" if summary.get("rejected") else None)
@@ -98,10 +99,8 @@ def _collect_ops(
     from stepsight.dataset.capture.captured import read_captured
     from stepsight.experiments.tasks.collecting import collect_ops
 
-    counted = ("rounds", "steps", "warmup", "profile_steps", "extra_seconds")
-    stated = ("jobs", "script", "box", "plan_only", "role", *counted, *_OF_JOBS, "nproc_per_node", "timeout_s",
-              "reuse")  # fmt: skip
-    refuse_given(context, stated, "is not for a captured program (--ops)")
+    stated = ("jobs", "script", "box", "plan_only", *_OF_PLANS, *_OF_JOBS, "nproc_per_node", "timeout_s")
+    refuse_given(context, [name for name in stated if name != "event_seconds"], "is not for a captured program (--ops)")
     need("torch")
     if not settings.event_seconds:
         raise StepsightError("--ops needs --event-seconds > 0, got 0")
@@ -154,15 +153,14 @@ def plan_profile_command(
     write_json(out, plan)
     counts = Counter(f"{item['kind']} {item.get('dtype', '')}".strip() for e in plan["events"] for item in e["ops"])
     links = sum(len(event["collectives"]) for event in plan["events"])
-    lines = [
-        f"plan {out}: {counts.total()} ops and {links} collectives to measure on {found.name}",
-        *(f"{count:>6}  {name}" for name, count in counts.most_common()),
-        f"next: stepsight collect {out} --out runs/profile",
-        "      stepsight show runs/profile --table mine.parquet",
-        f"      stepsight train mine.parquet --hardware {hardware} --out mine",
-    ]
+    kinds = "".join(f"\n{count:>6}  {name}" for name, count in counts.most_common())
+    text = (
+        f"plan {out}: {counts.total()} ops and {links} collectives to measure on {found.name}{kinds}\n"
+        f"next: stepsight collect {out} --out runs/profile\n      stepsight show runs/profile --table mine.parquet\n"
+        f"      stepsight train mine.parquet --hardware {hardware} --out mine"
+    )
     told = {"plan": str(out), "hardware": found.name, "minutes": minutes, "ops": dict(counts), "collectives": links}
-    return Answer(told, "\n".join(lines))
+    return Answer(told, text)
 
 
 def verify_command(

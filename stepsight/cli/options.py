@@ -17,7 +17,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
 from inspect import Parameter, Signature
@@ -92,15 +92,15 @@ def command(verb: Callable[..., Answer]) -> Callable[..., None]:
     parameters: list[Parameter] = []
     for name, parameter in inspect.signature(verb).parameters.items():
         kind = hints[name]
-        if is_dataclass(kind):
+        declared: Iterable[_Declared] = ()
+        if kind is typer.Context:
+            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind))
+        elif is_dataclass(kind):
             settings[name] = kind
             declared = _field_options(kind, parameter.default)
-        elif kind is typer.Context:
-            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind))
-            continue
         else:
             is_option = parameter.kind is Parameter.KEYWORD_ONLY
-            declared = iter([(name, kind, parameter.default, told.get(name, ""), is_option)])
+            declared = [(name, kind, parameter.default, told.get(name, ""), is_option)]
         for option in declared:
             made, read = _option(*option)
             parameters.append(made)
@@ -237,7 +237,7 @@ def pairs(option: str, texts: Iterable[str] | None, read: Callable[[str], Any] =
     return found
 
 
-def refuse_given(context: typer.Context, names: Sequence[str], why: str) -> None:
+def refuse_given(context: typer.Context, names: Iterable[str], why: str) -> None:
     """Refuse options that would change nothing here.
 
     Args:

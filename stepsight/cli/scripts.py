@@ -82,14 +82,12 @@ def _launch_options(words: list[str], everywhere: bool = False) -> tuple[list[st
 
 def _our_last_words(words: list[str], before: list[str]) -> tuple[list[str], list[str]]:
     """The script's arguments, and stepsight's own after them."""
-    last: list[str] = []
-    while True:
+    own = len(words)
+    for _ in _OURS_AT_THE_END:
         for name, count in _OURS_AT_THE_END.items():
-            if len(words) >= count and words[len(words) - count] == name and name not in (*before, *last):
-                words, last = words[: len(words) - count], [*words[len(words) - count :], *last]
-                break
-        else:
-            return words, last
+            if own >= count and words[own - count] == name and name not in (*before, *words[own:]):
+                own -= count
+    return words[:own], words[own:]
 
 
 def _capturer(
@@ -176,12 +174,16 @@ def capture_command(
     from stepsight.experiments.reports.run_texts import capture_text
     from stepsight.training.prediction.captured_prediction import captured_latency
 
+    sizes: Sequence[int] = comma_separated("--world-size", int, (), world_size)
+    if (len(sizes) > 1) != bool(hardware) or len(set(sizes)) < len(sizes):
+        got = f"{world_size} and {hardware or 'none'}"
+        raise StepsightError(f"several different world sizes are compared on --hardware, got {got}")
     if rank is not None and ranks != "auto":
         raise StepsightError(f"--rank and --ranks exclude each other, got {rank} and {ranks!r:.80}")
     run = {"local_size": devices_per_node, "warm_up": warm_up, "device": device, "timeout_s": timeout}
     model, own = (inference, dims, precision), ranks if rank is None else str(rank)
     captured_at = _capturer(script, arguments or [], model, run, own)
-    sizes, learned = _world_sizes(world_size, hardware), load_predictor(predictor)
+    learned = load_predictor(predictor)
     if hardware:
         captured_latency(hardware, fabric, learned)  # a capture takes long
     folders = {size: out / str(size) if len(sizes) > 1 else out for size in sizes}
@@ -198,15 +200,6 @@ def capture_command(
     return Answer(told, capture_text(told))
 
 
-def _world_sizes(asked: str, hardware: str) -> Sequence[int]:
-    """The world sizes of a capture: one, or several that are compared on some hardware."""
-    sizes: Sequence[int] = comma_separated("--world-size", int, (), asked)
-    if (len(sizes) > 1) != bool(hardware) or len(set(sizes)) < len(sizes):
-        got = f"{asked} and {hardware or 'none'}"
-        raise StepsightError(f"several different world sizes are compared on --hardware, got {got}")
-    return sizes
-
-
 def _scaling(
     captures: list[Captured], out: Path, cluster: tuple[str, str], predictor: Predictor | str | None
 ) -> Answer:
@@ -217,16 +210,16 @@ def _scaling(
     rows: list[dict[str, Any]] = []
     for captured in captures:
         found = predict_captured(captured, *cluster, predictor).to_dict()
-        told = {key: found[key] for key in ("iteration_time_s", "low_s", "high_s", "warnings")}
-        rows.append({"world_size": captured.world_size, **told, "memory": found["memory"], "source": found["source"]})
+        told = {key: found[key] for key in ("iteration_time_s", "low_s", "high_s", "warnings", "memory", "source")}
+        rows.append({"world_size": captured.world_size, **told})
         rows[-1]["scaling_percent"] = 100 * rows[0]["iteration_time_s"] / rows[-1]["iteration_time_s"]
     columns: dict[str, str | Column] = {
         "ranks": "world_size",
-        "step ms": lambda row: f"{1e3 * row['iteration_time_s']:.1f}",
+        "step ms": "iteration_time_s",
         "interval ms": lambda row: f"{1e3 * row['low_s']:.1f} to {1e3 * row['high_s']:.1f}",
         "memory GB": lambda row: f"{row['memory']['peak_bytes'] / 1e9:.1f}",
         "fits": lambda row: {True: "yes", False: "no", None: "-"}[row["memory"]["fits"]],
-        "scaling %": lambda row: f"{row['scaling_percent']:.1f}",
+        "scaling %": "scaling_percent",
     }
     text = (
         f"{table_of(rows, columns)}\nscaling: steps per second beside those of {rows[0]['world_size']} ranks; "

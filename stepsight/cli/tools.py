@@ -62,8 +62,8 @@ def job_command(
         refuse_program(config)
     cluster = {"hardware": hardware or None, "nodes": nodes, "devices_per_node": devices_per_node}
     values = {f"cluster.{key}": value for key, value in cluster.items() if value is not None}
-    values |= pairs("--set", given or (), toml_value)
-    read = read_configs(configs, Given(values=values, variables=pairs("--define", define or ()), pick=pick))
+    values |= pairs("--set", given, toml_value)
+    read = read_configs(configs, Given(values=values, variables=pairs("--define", define), pick=pick))
     value, text = read.to_dict(), config_text(read)
     value["job"] = None if read.read is None else read.job.to_dict()
     content = read.to_toml() if out is not None and not to and read.job else ""

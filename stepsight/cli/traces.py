@@ -63,10 +63,10 @@ def import_command(
     found = read_table(format, paths[0])
     told = summary(found)
     text = summary_text(told)
-    if out is not None and not len(found):
-        why = "; ".join(f"{count} times: {reason}" for reason, count in found.skipped.items()) or "it has no rows"
-        raise StepsightError(f"no measurement of {paths[0]} could be read, so {out} was not written ({why})")
     if out is not None:
+        if not len(found):
+            why = "; ".join(f"{count} times: {reason}" for reason, count in found.skipped.items()) or "it has no rows"
+            raise StepsightError(f"no measurement of {paths[0]} could be read, so {out} was not written ({why})")
         found.to_parquet(out)
         told["out"] = str(out)
         text += f"\n\nwrote {len(found)} measurements to {out}"

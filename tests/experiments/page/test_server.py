@@ -79,4 +79,4 @@ def test_uploaded_files_are_one_run_and_keep_their_names() -> None:
         FOLDER.uploaded({"config.json": config})
     with pytest.raises(StepsightError) as refused:
         FOLDER.uploaded({"../../broken.toml": b"[model"})
-    assert str(refused.value).startswith("broken.toml")
+    assert str(refused.value).startswith("job file broken.toml is not valid")
