@@ -23,7 +23,14 @@ def meetings(graphs: Sequence[Program]) -> tuple[list[Meeting], list[float]]:
     """
     numbered = numbered_alike(graphs)
     offsets = clock_offsets(graphs, numbered)
-    return [members for members in numbered if _together(graphs, offsets, members)], offsets
+    least_s, part = _MOST_APART["cpu" if any(graph.device == "cpu" for graph in graphs) else "cuda"]
+    found = []
+    for members in numbered:
+        ends = [float(graphs[place].end_s[node]) + offsets[place] for place, node in members.items()]
+        longest = max(float(graphs[place].duration_s[node]) for place, node in members.items())
+        if max(ends) - min(ends) <= max(least_s, part * longest):
+            found.append(members)
+    return found, offsets
 
 
 def numbered_alike(graphs: Sequence[Program]) -> list[Meeting]:
@@ -60,11 +67,3 @@ def clock_offsets(graphs: Sequence[Program], met: Sequence[Meeting]) -> list[flo
             done.add(other)
     low = min(offsets, default=0.0)
     return [offset - low for offset in offsets]
-
-
-def _together(graphs: Sequence[Program], offsets: Sequence[float], members: Meeting) -> bool:
-    """Whether a collective ended on all ranks at about the same time: in trimmed traces, it may be different ones."""
-    ends = [float(graphs[place].end_s[node]) + offsets[place] for place, node in members.items()]
-    longest = max(float(graphs[place].duration_s[node]) for place, node in members.items())
-    seconds, part = _MOST_APART["cpu" if any(graph.device == "cpu" for graph in graphs) else "cuda"]
-    return max(ends) - min(ends) <= max(seconds, part * longest)

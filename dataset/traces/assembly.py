@@ -130,10 +130,9 @@ def graph_of_trace(trace: RankTrace) -> Program:
 
 def _steps_of(trace: RankTrace, start: Floats, end: Floats) -> Steps:
     """Steps of a trace by its segments, in microseconds; the whole trace without any."""
-    bounds: dict[int, tuple[float, float]] = {}
+    bounds: dict[int, list[float]] = {}
     for span in trace.spans:
-        low, high = bounds.get(span.step, (np.inf, -np.inf))
-        bounds[span.step] = min(low, span.start_s / MICROSECOND), max(high, span.end_s / MICROSECOND)
+        bounds.setdefault(span.step, []).extend((span.start_s / MICROSECOND, span.end_s / MICROSECOND))
     if bounds:
-        return Steps(sorted(bounds.values()), -1, "annotations")
+        return Steps(sorted((min(times), max(times)) for times in bounds.values()), -1, "annotations")
     return Steps([(float(start.min(initial=0.0)), float(end.max(initial=0.0)))], -1, "nothing")

@@ -129,11 +129,7 @@ def _call_table(version: tuple[int, int]) -> Mapping[str, Classify]:
 
 
 def _as(kind: str, dims_of: Callable[[Args], tuple[int, ...] | None]) -> Classify:
-    def classify_as(args: Args, scope: Scope) -> Signature | None:
-        dims = dims_of(args)
-        return None if dims is None else (kind, dims)
-
-    return classify_as
+    return lambda args, scope: None if (dims := dims_of(args)) is None else (kind, dims)
 
 
 _interned: Memo[tuple[str, tuple[int, ...], str], Op] = Memo("ops of traces", 100_000)

@@ -75,7 +75,9 @@ def _graph_of(events: RankEvents, placement: Placement, execution: Path | None) 
         graph = with_tensor_edges(graph, events, tree.parent, read_execution_trace(execution), execution)
     graph = without_observed_steps(graph, observed_steps(events, graph.steps_s / MICROSECOND + graph.origin_us))
     graph = with_sequence_edges(graph, tree.sequence)
-    warnings = [*graph.warnings, *_check_training(events, tree)]
+    warnings, optimizer = [*graph.warnings], any(each.name.startswith("Optimizer.step") for each in events.annotations)
+    if len(events.ops) and not optimizer and not (tree.phase == 1).any():
+        warnings.append("no backward pass and no optimizer: this looks like inference")
     loading = [(each.start, each.end) for each in events.annotations if each.name.startswith(_LOADING)]
     graph.loading_s = (np.array(loading).reshape(-1, 2) - graph.origin_us) * MICROSECOND
     return graph.replace(rank=rank, world_size=world_size, warnings=tuple(dict.fromkeys(warnings)))
@@ -136,13 +138,6 @@ def _check_launches(events: RankEvents, tree: CallTree, rows: Ints) -> list[str]
             "names (another library launched them, or the clocks of calls and launches differ)"
         )
     return found
-
-
-def _check_training(events: RankEvents, tree: CallTree) -> list[str]:
-    optimizer = any(each.name.startswith("Optimizer.step") for each in events.annotations)
-    if (tree.phase == 1).any() or optimizer or not len(events.ops):
-        return []
-    return ["no backward pass and no optimizer: this looks like inference"]
 
 
 def _set_works(built: Assembly, events: RankEvents, tree: CallTree, parts: Parts, collectives: CollectiveNodes) -> None:

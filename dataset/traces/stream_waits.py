@@ -68,10 +68,7 @@ class StreamWaits:
         if seen.any():
             constants["event"] = float(np.mean(lag[seen]))
         pair = self._stream[before] * (int(self._stream.max()) + 1) + self._stream[after]
-        counts, sums = (
-            np.bincount(pair[seen], minlength=pair.max() + 1),
-            np.bincount(pair[seen], lag[seen], pair.max() + 1),
-        )
+        counts, sums = (np.bincount(pair[seen], weights, pair.max() + 1) for weights in (None, lag[seen]))
         return np.asarray(np.where(counts > 0, sums / np.maximum(counts, 1), constants["event"])[pair])
 
     def _last(self, stream: int, moment: float, back: int = 0) -> int:
@@ -123,14 +120,13 @@ class StreamWaits:
                 groups.setdefault((source, target, int(self._phase[row])), []).append((row, moment))
         found = {key: self._candidates(key[0], waits) for key, waits in groups.items()}
         seen: dict[tuple[int, int], int] = {}  # the awaited work, if a start just after it shows it
-        for (source, target, _), candidates in found.items():
+        for key, candidates in found.items():
             for back, (_, tight) in candidates.items():
                 if tight:
-                    seen.setdefault((source, target), back)
-        for (source, target, _), candidates in found.items():
-            back = seen.get((source, target), 0)
-            back = back if back in candidates else 0
-            for before, row in candidates.get(back, ([], False))[0]:
+                    seen.setdefault(key[:2], back)
+        for key, candidates in found.items():
+            pairs, _ = candidates.get(seen.get(key[:2], 0)) or candidates.get(0) or ([], False)
+            for before, row in pairs:
                 self._pair(before, row)
 
     def _candidates(self, source: int, waits: list[tuple[int, float]]) -> dict[int, tuple[list[tuple[int, int]], bool]]:
