@@ -147,11 +147,6 @@ class Neighbours(Saved):
 
     prior_std_log = NOISE
 
-    @classmethod
-    def none(cls, axes: int) -> Neighbours:
-        """Nothing was measured."""
-        return cls(LENGTHS[0], np.zeros((0, axes)), np.zeros(0))
-
     def log_factor(self, asked: Array) -> Array:
         """Log-residual at each position, ``(rows, axes)``; shape ``(rows,)``."""
         if not len(self.weights):
@@ -288,5 +283,7 @@ def _choose(positions: Array, residual: Array) -> tuple[float, Array]:
 def _fit(positions: Array, residual: Array, length: float) -> TracedKind:
     count = len(residual)
     offset = float(np.clip(np.median(residual) * count / (count + _PRIOR), -MOST_LOG, MOST_LOG))
-    near = fit_neighbours(positions, residual - offset, length) if length else Neighbours.none(positions.shape[1])
+    near = Neighbours(LENGTHS[0], np.zeros((0, positions.shape[1])), np.zeros(0))
+    if length:
+        near = fit_neighbours(positions, residual - offset, length)
     return TracedKind(offset, near, Support.of(positions))

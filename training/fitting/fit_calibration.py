@@ -18,14 +18,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.job.job import Job
 from stepsight.simulator.iteration.simulate import simulate
-from stepsight.training.corrections.calibration import (
-    MOST_WIDTH,
-    NAMES,
-    RESOURCES,
-    Calibration,
-    Constants,
-    resource_of,
-)
+from stepsight.training.corrections.calibration import MOST_WIDTH, NAMES, RESOURCES, Calibration, Constants, resource_of
 from stepsight.training.corrections.corrector import GaussianProcess
 from stepsight.training.corrections.intervals import conformal_quantile
 from stepsight.training.corrections.residual import Columns, JobFeatures, Residual, covariance, most_likely

@@ -302,8 +302,7 @@ def _row(run: MeasuredRun, predictor: Predictor, examples: list[Example]) -> dic
     manifest = run.manifest
     prediction = predict_run(manifest, predictor)
     alone = predict_run(manifest, predictor.without_context)
-    measured = manifest.iteration_time_s
-    steps = np.array(manifest.step_seconds)
+    measured, steps = manifest.iteration_time_s, np.array(manifest.step_seconds)
     by_regressor, with_gnn = _op_errors(examples, predictor)
     return {
         "run": manifest.name,

@@ -31,14 +31,7 @@ from stepsight.training.fitting.own_table import (
     trained_on,
 )
 from stepsight.training.kernels.kernel_models import KernelModel, fit_kernels
-from stepsight.training.kernels.transferred import (
-    AskedOps,
-    Correction,
-    Teacher,
-    Transfer,
-    fit_correction,
-    name_of,
-)
+from stepsight.training.kernels.transferred import AskedOps, Correction, Teacher, Transfer, fit_correction, name_of
 from stepsight.training.predictor.predictor import Predictor, shipped_by_name, teacher_of
 from stepsight.training.regression.regressor import Regressor
 from stepsight.training.shipped.catalogue import RECIPES, recipe_for, teaching_names

@@ -247,10 +247,6 @@ class KernelModel(Saved):
                 seconds[index] *= there / here
         return seconds
 
-    def measured(self, kind: str) -> bool:
-        """Whether a kind was measured, in the precision of its label."""
-        return kind in self.regressor.physics
-
     def _measured(self, op: Op) -> bool:
         return label(op.kind, op, self.hardware) in self.regressor.physics
 

@@ -23,12 +23,7 @@ from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE, interva
 from stepsight.training.corrections.residual import JobFeatures, NearRuns
 from stepsight.training.prediction.work_doubts import WorkDoubts, interval_ends
 from stepsight.training.predictor.predictor import LearnedLatency, Predictor
-from stepsight.training.predictor.software_used import (
-    SoftwareChange,
-    SoftwareUsed,
-    software_used,
-    with_change,
-)
+from stepsight.training.predictor.software_used import SoftwareChange, SoftwareUsed, software_used, with_change
 from stepsight.training.shipped.catalogue import shipped_predictor
 
 if TYPE_CHECKING:
