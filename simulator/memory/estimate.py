@@ -56,14 +56,9 @@ def smallest_devices(job: Job, hardware: Hardware) -> tuple[Hardware, ...]:
         known.append(found)
     layout = layout_of(job)
     kind, stage = layout.mixed_kinds(job.cluster.mixed), layout.coordinates("pp")
+    room = [(device.memory_bytes - device.reserved_bytes) / (1 + device.fragmentation) for device in known]
     kinds = [np.unique(kind[stage == at]).tolist() for at in range(job.parallel.pp)]
-    return tuple(
-        min(
-            (known[k] for k in own),
-            key=lambda device: (device.memory_bytes - device.reserved_bytes) / (1 + device.fragmentation),
-        )
-        for own in kinds
-    )
+    return tuple(known[min(own, key=room.__getitem__)] for own in kinds)
 
 
 def advice(job: Job, peak_bytes: float, estimate: Callable[[Job], Memory]) -> str:
@@ -188,14 +183,12 @@ class Memory:
     @cached_property
     def peak_bytes(self) -> float:
         """Peak memory of the fullest stage, in bytes."""
-        if len(self.devices) == 1:
-            return float(self.bytes_of.sum(axis=1).max())
         return float(self.bytes_of[self.fullest].sum())
 
     @property
     def capacity_bytes(self) -> float:
         """Memory of the fullest stage's device, in bytes."""
-        return self.devices[0 if len(self.devices) == 1 else self.fullest].memory_bytes
+        return self.device(self.fullest).memory_bytes
 
     @property
     def fits(self) -> bool:
@@ -227,14 +220,8 @@ class Memory:
         return f"{text}; {tip}" if tip else text
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "peak_bytes": self.peak_bytes,
-            "capacity_bytes": self.capacity_bytes,
-            "fits": self.fits,
-            "tight": self.tight,
-            "reason": self.reason,
-            "stages": [stage.to_dict() for stage in self.stages],
-        }
+        names = ("peak_bytes", "capacity_bytes", "fits", "tight", "reason")
+        return {**{name: getattr(self, name) for name in names}, "stages": [stage.to_dict() for stage in self.stages]}
 
 
 def is_tight(peak_bytes: float, capacity_bytes: float) -> bool:
@@ -312,11 +299,11 @@ def _held(asked: _Asked) -> tuple[Schedule, Floats, Floats, Floats]:
     """
     schedule, states = asked.schedule, asked.states
     places = places_of(asked.shape, asked.parts)
-    parts = [part_memory(asked.shape, place.part, states.execution) for place in places.distinct]
+    parts = [part_memory(asked.shape, place.part, states.execution) for place in places[0]]
     bytes_of, messages = schedule_bytes(asked.shape, schedule, places, parts, torch_runtime=asked.torch_runtime)
     numel = np.zeros((schedule.num_stages, 2))
     sizes = np.array([(part.numel, part.expert_numel) for part in parts], dtype=np.float64)
-    np.add.at(numel, schedule.placement[:, 0], sizes[places.of_part])
+    np.add.at(numel, schedule.placement[:, 0], sizes[places[1]])
     held = np.array([states.parameters, states.gradients, states.optimizer, states.workspace]) @ numel.T
     held[3] += np.minimum(states.flat_bytes, held[1])
     if asked.shape.tables is not None:

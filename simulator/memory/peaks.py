@@ -127,28 +127,22 @@ class Place(NamedTuple):
     is_first: bool
 
 
-@dataclass(frozen=True, eq=False)
-class Places:
-    """All parts of a model: each distinct one once, and the position of each, shape ``(num_parts,)``."""
-
-    distinct: tuple[Place, ...]
-    of_part: NDArray[np.int64]
-
-
 @cached(4096)
-def places_of(shape: RankShape, parts: Parts) -> Places:
-    passes = boundary_bytes(shape, parts)
-    found: dict[Place, int] = {}
-    places = [
-        Place(part, before, after, index == 0)
-        for index, (part, before, after) in enumerate(zip(parts, (0, *passes), (*passes, 0), strict=True))
-    ]
+def places_of(shape: RankShape, parts: Parts) -> tuple[tuple[Place, ...], NDArray[np.int64]]:
+    """Each distinct part of a model once, and the position of each among these, shape ``(num_parts,)``."""
+    passes, found = boundary_bytes(shape, parts), dict[Place, int]()
+    places = map(Place, parts, (0, *passes), (*passes, 0), [True] + [False] * len(passes))
     of_part = np.array([found.setdefault(place, len(found)) for place in places])
-    return Places(tuple(found), of_part)
+    return tuple(found), of_part
 
 
 def schedule_bytes(
-    shape: RankShape, schedule: Schedule, places: Places, parts: list[BlockMemory], *, torch_runtime: bool
+    shape: RankShape,
+    schedule: Schedule,
+    places: tuple[tuple[Place, ...], NDArray[np.int64]],
+    parts: list[BlockMemory],
+    *,
+    torch_runtime: bool,
 ) -> tuple[Floats, Floats]:
     """Arguments of ``find_peaks``, and bytes of messages on every stage; ``parts``: of the distinct places.
 
@@ -158,9 +152,10 @@ def schedule_bytes(
     loss; the first part has no input's half at all.
     """
     logits = shape.dtype_bytes / shape.main_bytes  # as they are; of their softmax, in the main type
-    piped = torch_runtime and len(places.of_part) > 1
+    distinct, of_part = places
+    piped = torch_runtime and len(of_part) > 1
     rows = []
-    for place, part in zip(places.distinct, parts, strict=True):
+    for place, part in zip(distinct, parts, strict=True):
         kept, left = part.kept, 0.0
         deferred = part.deferred
         weight = deferred + part.weight
@@ -173,7 +168,7 @@ def schedule_bytes(
             max(kept, 0.0), left, max(deferred, 0.0), part.grown, part.forward, part.backward, part.backward_first,
             part.gathered, weight, float(place.arrives + place.leaves),
         ))  # fmt: skip
-    table = np.array(rows)[places.of_part]
+    table = np.array(rows)[of_part]
     stage, chunk = schedule.placement.T
     bytes_of = np.zeros((schedule.num_stages, schedule.virtual_stages, 9))
     bytes_of[stage, chunk] = table[:, :9]

@@ -84,14 +84,8 @@ def order_actions(schedule: Schedule) -> Order:
     alone = Order(stage, kind, micro_batch, part, source, own, first, np.arange(len(rows), dtype=np.int32))
     if len(order) and order[-1] < 0:
         raise JobError("a schedule must not deadlock, got: " + _deadlock(alone, position))
-    return Order(
-        stage[order], kind[order], micro_batch[order], part[order],
-        _renumber(source[order], position), _renumber(own[order], position), first, position,
-    )  # fmt: skip
-
-
-def _renumber(index: Ints, position: Ints) -> Ints:
-    return np.where(index >= 0, position[index], -1)
+    source, own = (np.where(index >= 0, position[index], -1) for index in (source[order], own[order]))
+    return Order(stage[order], kind[order], micro_batch[order], part[order], source, own, first, position)
 
 
 def _check_ranges(schedule: Schedule, rows: Actions, stage: Ints, part_of: Ints) -> None:
@@ -233,7 +227,7 @@ def asynchronous(order: Order, messages: Messages) -> Entries:
     return Entries(op, order.stage[where], item, side)
 
 
-def flatten(slots: Ints, columns: Sequence[tuple[int, int]] = AROUND) -> tuple[Ints, Ints, Ints, NDArray[np.int64]]:
+def flatten(slots: Ints, columns: Sequence[tuple[int, int]]) -> tuple[Ints, Ints, Ints, NDArray[np.int64]]:
     """Op, item and side of the slots that are not -1, row by row, and their rows; ``columns``: op and side of each."""
     where, column = np.nonzero(slots >= 0)
     op, side = np.array(columns, dtype=np.int32)[column].T
@@ -376,9 +370,6 @@ def _place(path: Path, ranks: list[list[tuple[int, int, int]]]) -> tuple[Actions
     idle = [rank + 1 for rank, actions in enumerate(ranks) if not actions]
     if idle:
         raise JobError(f"every rank must have an action, got none in row {idle[0]} of {path}")
-    chunks: dict[int, int] = {}
-    held = [0] * len(ranks)
-    for part in range(len(rank_of)):
-        chunks[part] = held[rank_of[part]]
-        held[rank_of[part]] += 1
+    held = [sorted(part for part, at in rank_of.items() if at == rank) for rank in range(len(ranks))]
+    chunks = {part: chunk for own in held for chunk, part in enumerate(own)}
     return np.array([(rank_of[part], chunks[part]) for part in range(len(rank_of))], dtype=np.int32), chunks

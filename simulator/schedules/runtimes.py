@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,44 +23,35 @@ from stepsight.simulator.schedules.order import (
     flatten,
 )
 
-
-class RankLists(NamedTuple):
-    """Entries of the ranks, rank after rank."""
-
-    # op, item, side: as in Entries
-    op: Ints
-    item: Ints
-    side: Ints
-    first: Ints  # entries of rank r are first[r] to first[r + 1], shape (num_ranks + 1,)
+Flat = tuple[Ints, Ints, Ints]  # op, item and side of entries
 
 
-def interleaved(order: Order, messages: Messages, ranks: list[tuple[Ints, ...]]) -> Entries:
-    """Sort every rank's entries, given as op, item and side, into one order that can run."""
-    op, item, side = (np.concatenate([rank[field] for rank in ranks]) for field in range(3))
-    first = np.cumsum([0, *(len(rank[0]) for rank in ranks)]).astype(np.int32)
-    return in_one_order(order, messages, RankLists(op, item, side, first))
-
-
-def in_one_order(order: Order, messages: Messages, lists: RankLists) -> Entries:
-    """Sort the entries of all ranks into one order that can run.
+def in_one_order(order: Order, messages: Messages, entries: Entries) -> Entries:
+    """Sort entries, which are listed rank after rank, into one order that can run.
 
     Raises:
         JobError: If ranks deadlock.
     """
-    op, item, side, first = lists
-    placed = np.full(len(op), -1, dtype=np.int32)
+    first = np.searchsorted(entries.stage, np.arange(len(order.first))).astype(np.int32)
+    placed = np.full(len(entries.op), -1, dtype=np.int32)
     reached = first[:-1].copy()
-    _interleave(lists, np.zeros((len(messages.source), 2), dtype=np.bool_), placed, reached)
-    if len(placed) and placed[-1] < 0:
-        raise JobError(_circle(order, messages, lists, reached))
-    stage = np.repeat(np.arange(len(first) - 1, dtype=np.int32), np.diff(first))
-    return Entries(op[placed], stage[placed], item[placed], side[placed])
+    _interleave(entries, first, np.zeros((len(messages.source), 2), dtype=np.bool_), placed, reached)
+    if not len(placed) or placed[-1] >= 0:
+        return Entries(*(field[placed] for field in entries))
+    waits = []
+    for rank, at in enumerate(reached.tolist()):
+        if at < first[rank + 1]:
+            message = entries.item[at]
+            source, target = int(messages.source[message]), int(messages.target[message])
+            does = f"{order.stage[target]} takes" if entries.side[at] == SEND else f"{order.stage[source]} sends"
+            waits.append(f"stage {rank} waits until stage {does} {order.name(source)}")
+    raise JobError("a schedule must not deadlock, got: " + "; ".join(waits))
 
 
 @compiled
-def _interleave(lists: RankLists, posted: NDArray[np.bool_], entries: Ints, reached: Ints) -> None:
+def _interleave(entries: Entries, first: Ints, posted: NDArray[np.bool_], order: Ints, reached: Ints) -> None:
     """Advance every rank as far as possible, round after round."""
-    op, item, side, first = lists
+    op, _, item, side = entries
     placed = 0
     moved = True
     while moved:
@@ -72,7 +63,7 @@ def _interleave(lists: RankLists, posted: NDArray[np.bool_], entries: Ints, reac
                     break
                 if op[at] == POST:
                     posted[item[at], side[at]] = True
-                entries[placed] = at
+                order[placed] = at
                 placed += 1
                 at += 1
             if at != reached[rank]:
@@ -80,61 +71,15 @@ def _interleave(lists: RankLists, posted: NDArray[np.bool_], entries: Ints, reac
                 reached[rank] = at
 
 
-def _circle(order: Order, messages: Messages, lists: RankLists, reached: Ints) -> str:
-    """Describe which rank waits for which."""
-    waits = []
-    for rank in range(len(reached)):
-        at = int(reached[rank])
-        if at < lists.first[rank + 1]:
-            message = lists.item[at]
-            source, target = int(messages.source[message]), int(messages.target[message])
-            if lists.side[at] == SEND:
-                waits.append(f"stage {rank} waits until stage {order.stage[target]} takes {order.name(source)}")
-            else:
-                waits.append(f"stage {rank} waits until stage {order.stage[source]} sends {order.name(source)}")
-    return "a schedule must not deadlock, got: " + "; ".join(waits)
-
-
 UNSHARDED_PARTS = 3  # parts that torch's lowering keeps gathered at the same time, with or without sharding
+# Columns of actions, which are listed rank after rank: what each is, whether it and the next one are lowered as one,
+# its index in the order, that of the action on another part whose result it needs, the messages that it makes and
+# needs (-1 if none), and the rank that its message goes to.
+_KIND, _PART, _FUSED, _ACTION, _SOURCE, _SENDS, _ASKS, _RECEIVER = range(8)
 
 
-class _Actions(NamedTuple):
-    """Actions of all ranks, rank after rank; those of rank ``r`` are ``first[r]`` to ``first[r + 1]``.
-
-    ``action``: index in ``Order``; ``fused``: whether each and the next one are lowered as one.
-    """
-
-    first: Ints
-    action: Ints
-    kind: Ints
-    part: Ints
-    fused: NDArray[np.bool_]
-
-
-class _Needs(NamedTuple):
-    """Per action of an ``Order``: the action on another part whose result it needs, the messages that it makes and
-    needs, -1 if none, and the rank that the message goes to.
-    """
-
-    source: Ints
-    sends: Ints
-    asks: Ints
-    receiver: Ints
-
-
-class _Turns(NamedTuple):
-    """The state of the lowering: where each rank is in ``_Actions`` and in ``RankLists``, turns that pass before each
-    of ``_Actions``, and whether each action of an ``Order`` is lowered.
-    """
-
-    at: Ints
-    to: Ints
-    waiting: Ints
-    done: NDArray[np.bool_]
-
-
-def torch_lowered(schedule: Schedule, order: Order, messages: Messages) -> RankLists:
-    """Every rank's entries.
+def torch_lowered(schedule: Schedule, order: Order, messages: Messages) -> Entries:
+    """Every rank's entries, rank after rank.
 
     Ranks take turns to lower an action, and whoever sends has the other side ask: receives are posted long before they
     are needed.  Sends are waited for at the very end, the last one first.
@@ -144,26 +89,25 @@ def torch_lowered(schedule: Schedule, order: Order, messages: Messages) -> RankL
     """
     own = order.by_stage
     fused = np.concatenate(schedule.fused) if schedule.fused else np.zeros(len(order), dtype=np.bool_)
-    actions = _Actions(order.first, own, order.kind[own], order.part[own], fused)
-    idle = np.zeros(len(order), dtype=np.int32)
-    _count_idle(actions, schedule.num_micro_batches, schedule.num_parts, idle)
-    sends, asks = messages.of_source >= 0, messages.of_target >= 0
-    lengths = np.bincount(order.stage, 1 + 2 * sends + 2 * asks, minlength=schedule.num_stages).astype(np.int64)
-    first = np.cumsum([0, *lengths]).astype(np.int32)
-    op, item, side = np.empty((3, first[-1]), dtype=np.int32)
-    lists = RankLists(op, item, side, first)
     receiver = np.zeros(len(order), dtype=np.int32)
     receiver[messages.source] = order.stage[messages.target]
-    done = np.zeros(len(order), dtype=np.bool_)
-    turns = _Turns(order.first[:-1].copy(), first[:-1].copy(), idle, done)
-    _lower(actions, _Needs(order.source, messages.of_source, messages.of_target, receiver), turns, lists)
+    of_order = np.arange(len(order)), order.source, messages.of_source, messages.of_target, receiver
+    actions = np.stack([order.kind[own], order.part[own], fused, *(f[own] for f in of_order)], axis=1, dtype=np.int32)
+    idle, done = np.zeros(len(order), dtype=np.int32), np.zeros(len(order), dtype=np.bool_)
+    _count_idle(order.first, actions, schedule.num_micro_batches, schedule.num_parts, idle)
+    rows = np.empty((len(order) + 3 * len(messages.source), 4), dtype=np.int32)
+    _lower(order.first, actions, idle, done, rows)
     if not done.all():
         raise JobError("a schedule must not deadlock, got: " + _stuck(order, done, fused))
-    return lists
+    sent = messages.of_source[own[::-1]]
+    waits = np.stack(np.broadcast_arrays(order.stage[own[::-1]], WAIT, sent, SEND), axis=1, dtype=np.int32)
+    rows = np.concatenate([rows, waits[sent >= 0]])
+    stage, op, item, side = np.ascontiguousarray(rows[rows[:, 0].argsort(kind="stable")].T)
+    return Entries(op, stage, item, side)
 
 
 def _stuck(order: Order, done: NDArray[np.bool_], fused: NDArray[np.bool_]) -> str:
-    """Raise if fused pairs wait for each other or for themselves; the order itself is known to run."""
+    """Say which fused pairs wait for each other or for themselves; the order itself is known to run."""
     waits = []
     for stage in range(len(order.first) - 1):
         places = np.arange(order.first[stage], order.first[stage + 1])
@@ -177,23 +121,22 @@ def _stuck(order: Order, done: NDArray[np.bool_], fused: NDArray[np.bool_]) -> s
 
 
 @compiled
-def _count_idle(actions: _Actions, num_micro_batches: int, num_parts: int, idle: Ints) -> None:
+def _count_idle(first: Ints, actions: Ints, num_micro_batches: int, num_parts: int, idle: Ints) -> None:
     """Count the turns that torch's lowering spends before each action on gathering, freeing and reducing parameters.
 
     They do nothing without FSDP, but shift the order in which receives are posted.
     """
-    first, part, fused = actions.first, actions.part, actions.fused
     active = np.zeros(num_parts, dtype=np.bool_)
     left = np.zeros(num_parts, dtype=np.int32)
     soon = np.zeros(num_parts, dtype=np.int32)
     for stage in range(len(first) - 1):
         begin, end = first[stage], first[stage + 1]
         nearest = np.full((end - begin, UNSHARDED_PARTS), -1, dtype=np.int32)  # parts used next after each action
-        _find_nearest(part[begin:end], soon, nearest)
+        _find_nearest(actions[begin:end, _PART], soon, nearest)
         active[:] = False
         left[:] = num_micro_batches
         for at in range(begin, end):
-            if at > begin and fused[at - 1]:
+            if at > begin and actions[at - 1, _FUSED]:
                 continue
             wanted = nearest[at - begin]
             for number in range(num_parts):
@@ -204,11 +147,12 @@ def _count_idle(actions: _Actions, num_micro_batches: int, num_parts: int, idle:
                 if wanted[place] >= 0 and not active[wanted[place]]:
                     active[wanted[place]] = True
                     idle[at] += 1
-            after = at + 2 if fused[at] else at + 1
+            after = at + 1 + actions[at, _FUSED]
             for number in range(at, after):
-                if actions.kind[number] == BACKWARD or actions.kind[number] == BACKWARD_WEIGHT:
-                    left[part[number]] -= 1
-                    if left[part[number]] == 0 and after < end:
+                if actions[number, _KIND] == BACKWARD or actions[number, _KIND] == BACKWARD_WEIGHT:
+                    part = actions[number, _PART]
+                    left[part] -= 1
+                    if left[part] == 0 and after < end:
                         idle[after] += 1
 
 
@@ -229,57 +173,47 @@ def _find_nearest(part: Ints, soon: Ints, nearest: Ints) -> None:
 
 
 @compiled
-def _lower(actions: _Actions, needs: _Needs, turns: _Turns, lists: RankLists) -> None:
-    """Write every rank's entries, in the order of ``_add_send_recv``; stop if ranks wait in a cycle."""
-    first, at = actions.first, turns.at
-    left = len(actions.action)
-    while left > 0:
-        before = left
-        slept = False
-        for rank in range(len(at)):
-            if at[rank] == first[rank + 1]:
+def _lower(first: Ints, actions: Ints, idle: Ints, done: NDArray[np.bool_], rows: Ints) -> None:
+    """Fill in stage, op, item and side of entries, in the order of ``_add_send_recv``; stop if ranks wait in a cycle.
+
+    ``idle``: turns that pass before each action; ``done``: filled, whether each action of the order is lowered.
+    """
+    reached, placed = first[:-1].copy(), 0
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(len(reached)):
+            at = reached[rank]
+            if at == first[rank + 1]:
                 continue
-            if turns.waiting[at[rank]] > 0:
-                turns.waiting[at[rank]] -= 1
-                slept = True
+            if idle[at] > 0:
+                idle[at] -= 1
+                moved = True
                 continue
-            end = at[rank] + 2 if actions.fused[at[rank]] else at[rank] + 1
+            end = at + 1 + actions[at, _FUSED]
             ready = True
-            for number in range(at[rank], end):
-                need = needs.source[actions.action[number]]
-                ready = ready and (need < 0 or turns.done[need])
-            if ready:
-                _lower_actions(actions.action[at[rank] : end], rank, needs, turns, lists)
-                left -= end - at[rank]
-                at[rank] = end
-        if left == before and not slept:
-            return
-    for rank in range(len(at)):
-        for number in range(first[rank + 1] - 1, first[rank] - 1, -1):
-            message = needs.sends[actions.action[number]]
-            if message >= 0:
-                _add(WAIT, message, SEND, rank, turns, lists)
+            for number in range(at, end):
+                need = actions[number, _SOURCE]
+                ready = ready and (need < 0 or done[need])
+            if not ready:
+                continue
+            moved, reached[rank] = True, end
+            for number in range(at, end):
+                if actions[number, _ASKS] >= 0:
+                    placed = _put(rows, placed, rank, WAIT, actions[number, _ASKS], RECEIVE)
+                placed = _put(rows, placed, rank, COMPUTE, actions[number, _ACTION], 0)
+            for number in range(at, end):  # the other side posts its receive at the same time
+                done[actions[number, _ACTION]] = True
+                message = actions[number, _SENDS]
+                if message >= 0:
+                    placed = _put(rows, placed, rank, POST, message, SEND)
+                    placed = _put(rows, placed, actions[number, _RECEIVER], POST, message, RECEIVE)
 
 
-def _lower_actions(own: Ints, rank: int, needs: _Needs, turns: _Turns, lists: RankLists) -> None:
-    """Write the entries of one action or of two fused ones, and the receives that other ranks post for them."""
-    for action in own:
-        if needs.asks[action] >= 0:
-            _add(WAIT, needs.asks[action], RECEIVE, rank, turns, lists)
-        _add(COMPUTE, action, 0, rank, turns, lists)
-    for action in own:
-        turns.done[action] = True
-        message = needs.sends[action]
-        if message >= 0:
-            _add(POST, message, SEND, rank, turns, lists)
-            _add(POST, message, RECEIVE, needs.receiver[action], turns, lists)
-
-
-def _add(op: int, item: int, side: int, rank: int, turns: _Turns, lists: RankLists) -> None:
-    """Write one entry of a rank."""
-    at = turns.to[rank]
-    lists.op[at], lists.item[at], lists.side[at] = op, item, side
-    turns.to[rank] += 1
+def _put(rows: Ints, at: int, stage: int, op: int, item: int, side: int) -> int:
+    """Write one entry, and return the place of the next one."""
+    rows[at, 0], rows[at, 1], rows[at, 2], rows[at, 3] = stage, op, item, side
+    return at + 1
 
 
 # Columns of PyTorch's 1F1B.  Gloo sends what a rank posts in turn, and a message only flows when the receiver has asked
@@ -306,9 +240,9 @@ def deepspeed_entries(schedule: Schedule, order: Order, messages: Messages) -> E
             "runtime deepspeed runs schedule 1f1b without virtual stages or several flushes, got "
             f"{schedule.name} with {schedule.virtual_stages} virtual stages, {schedule.num_micro_batches} micro-batches"
         )
-    ranks: list[tuple[Ints, ...]] = []
-    for stage in range(schedule.num_stages):
-        own = order.by_stage[order.first[stage] : order.first[stage + 1]]
+
+    ranks = []
+    for stage, own in enumerate(_own(order)):
         sent = messages.of_source[own]
         backward = order.kind[own] == BACKWARD
         # The result that a backward has to send for the forward before it; all other results are sent when they are
@@ -320,9 +254,7 @@ def deepspeed_entries(schedule: Schedule, order: Order, messages: Messages) -> E
         slots[1:, 2] = slots[1:, 3] = np.where(late[:-1], sent[:-1], -1)
         slots[:, 4] = own
         slots[:, 5] = slots[:, 6] = np.where(late, -1, sent)
-        where, column = np.nonzero(slots >= 0)
-        op, side = np.array(_IN_TURN, dtype=np.int32)[column].T
-        ranks.append((op, slots[where, column], side))
+        ranks.append(flatten(slots, _IN_TURN)[:3])
     return interleaved(order, messages, ranks)
 
 
@@ -335,14 +267,22 @@ def torch_entries(schedule: Schedule, order: Order, messages: Messages) -> Entri
     Raises:
         JobError: If ranks deadlock.
     """
-    make = _LOOPS.get(schedule.name)
+    make = {"gpipe": _gpipe, "1f1b": _one_f_one_b}.get(schedule.name)
     if make and schedule.virtual_stages == 1 and schedule.num_stages > 1 and _is_standard(schedule):
-        ranks = [
-            make(schedule, stage, order.by_stage[order.first[stage] : order.first[stage + 1]], messages)
-            for stage in range(schedule.num_stages)
-        ]
-        return interleaved(order, messages, ranks)
+        return interleaved(order, messages, [make(schedule, *rank, messages) for rank in enumerate(_own(order))])
     return in_one_order(order, messages, torch_lowered(schedule, order, messages))
+
+
+def interleaved(order: Order, messages: Messages, ranks: Sequence[Flat]) -> Entries:
+    """One order that can run of every rank's entries."""
+    op, item, side = (np.concatenate(fields) for fields in zip(*ranks, strict=True))
+    stage = np.repeat(np.arange(len(ranks), dtype=np.int32), [len(ops) for ops, _, _ in ranks])
+    return in_one_order(order, messages, Entries(op, stage, item, side))
+
+
+def _own(order: Order) -> list[Ints]:
+    """The actions of each rank, in its order."""
+    return np.split(order.by_stage, order.first[1:-1])
 
 
 def _is_standard(schedule: Schedule) -> bool:
@@ -351,26 +291,24 @@ def _is_standard(schedule: Schedule) -> bool:
     return schedule is usual or all(map(np.array_equal, schedule.actions, usual.actions))
 
 
-def _waits(messages: Ints) -> tuple[Ints, Ints, Ints]:
-    """Waits for sent messages, without the -1."""
-    sent = messages[messages >= 0]
-    return np.full_like(sent, WAIT), sent, np.full_like(sent, SEND)
+def _with_waits(*pieces: tuple[Flat, Ints]) -> Flat:
+    """Flattened slots, each followed by the waits for some sent messages, -1 if none."""
+    found: list[Flat] = []
+    for flat, messages in pieces:
+        sent = messages[messages >= 0]
+        found += [flat, (np.full_like(sent, WAIT), sent, np.full_like(sent, SEND))]
+    op, item, side = (np.concatenate([piece[field] for piece in found]) for field in range(3))
+    return op, item, side
 
 
-def _gpipe(schedule: Schedule, stage: int, own: Ints, messages: Messages) -> tuple[Ints, ...]:
+def _gpipe(schedule: Schedule, stage: int, own: Ints, messages: Messages) -> Flat:
     """``ScheduleGPipe``: sends of a pass are waited for at the end of the pass."""
-    slots = np.full((len(own), len(AROUND)), -1, dtype=np.int32)
-    slots[:, 0] = slots[:, 1] = messages.of_target[own]
-    slots[:, 2] = own
-    slots[:, 3] = messages.of_source[own]
-    half = len(own) // 2
-    pieces = []
-    for rows in (slots[:half], slots[half:]):
-        pieces += [flatten(rows)[:3], _waits(rows[:, 3])]
-    return tuple(np.concatenate([piece[field] for piece in pieces]) for field in range(3))
+    asks, half = messages.of_target[own], len(own) // 2
+    slots = np.stack([asks, asks, own, messages.of_source[own]], axis=1)
+    return _with_waits(*[(flatten(rows, AROUND)[:3], rows[:, 3]) for rows in (slots[:half], slots[half:])])
 
 
-def _one_f_one_b(schedule: Schedule, stage: int, own: Ints, messages: Messages) -> tuple[Ints, ...]:
+def _one_f_one_b(schedule: Schedule, stage: int, own: Ints, messages: Messages) -> Flat:
     """``Schedule1F1B``: in the steady state a rank posts a send and a receive together and waits for both."""
     num = schedule.num_micro_batches
     warm_up = min(num, schedule.num_stages - stage)
@@ -395,8 +333,4 @@ def _one_f_one_b(schedule: Schedule, stage: int, own: Ints, messages: Messages) 
     slots[forward[warm_up:], _SEND_FIRST] = slots[forward[warm_up:], _SENT_FIRST] = send[backward[: pairs - 1]]
     slots[backward[pairs - 1 :], _SEND_LATE] = send[backward[pairs - 1 :]]
     slots[backward[pairs:], _SENT] = send[backward[pairs - 1 : -1]]
-    pieces = [flatten(slots, _PAIRED)[:3], _waits(send[backward[-1:]])]
-    return tuple(np.concatenate([piece[field] for piece in pieces]) for field in range(3))
-
-
-_LOOPS = {"gpipe": _gpipe, "1f1b": _one_f_one_b}
+    return _with_waits((flatten(slots, _PAIRED)[:3], send[backward[-1:]]))
