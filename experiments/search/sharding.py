@@ -49,7 +49,7 @@ from stepsight.dataset.job.sharding import (
 from stepsight.dataset.job.sharding_plans import placements_in
 from stepsight.dataset.kinds.op import Collective
 from stepsight.experiments.search.expert_loads import least_loaded
-from stepsight.simulator.blocks.dlrm import lookup_op, missed_op
+from stepsight.simulator.blocks.dlrm import both_ways
 from stepsight.simulator.durations.latency_model import LatencyModel
 
 TRIALS = 20_000  # placements that are judged, if no limit is stated
@@ -107,7 +107,7 @@ class PlacementCosts:
         key = table, kind, shards, location
         if key not in self._known:
             look = shard_lookup(*key, self.ranks, self._spec)
-            ops = [lookup_op(look), lookup_op(look, backward=True), *[missed_op(look)] * (2 if look.missed else 0)]
+            ops = [op for way in both_ways(look) for op in way]
             seconds = float(self._latency.op_seconds(ops).sum())
             latency_s = len(ops) * self._latency.hardware.op_latency_s  # tables of one rank share a call
             self._known[key] = shard_amounts(*key, self.ranks, self._spec).copy()

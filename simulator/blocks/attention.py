@@ -119,11 +119,15 @@ def ring(shape: RankShape, heads: Heads) -> Passes:
 def all_gather(shape: RankShape, heads: Heads) -> Passes:
     """Attention of the rank's queries to all keys and values."""
     gather, scatter = gathers(shape, heads)
-    kv_len = heads.kv_len * shape.cp.size
-    return (
-        (gather, heads.kernel(shape, "attention", heads.q_len, kv_len, causal=heads.causal)),
-        (gather, heads.kernel(shape, "attention_backward", heads.q_len, kv_len, causal=heads.causal), scatter),
-    )
+    forward, backward = whole(shape, heads)
+    return (gather, *forward), (gather, *backward, scatter)
+
+
+def whole(shape: RankShape, heads: Heads) -> Passes:
+    """One kernel for all queries of the rank."""
+    kinds, sizes = ("attention", "attention_backward"), (heads.q_len, heads.kv_len * shape.cp.size)
+    forward, backward = (heads.kernel(shape, kind, *sizes, causal=heads.causal) for kind in kinds)
+    return (forward,), (backward,)
 
 
 def gathers(shape: RankShape, heads: Heads) -> tuple[Comm, Comm]:
@@ -150,8 +154,7 @@ def unfused_core(shape: RankShape, heads: Heads, joined: tuple[Item, ...]) -> Bl
     fetch: tuple[Item, ...] = ()
     bring: tuple[Item, ...] = ()
     if shape.cp.size > 1:
-        gather, scatter = gathers(shape, heads)
-        fetch, bring = (gather,), (scatter,)
+        fetch, bring = ((comm,) for comm in gathers(shape, heads))
     if heads.kv_heads < heads.heads:  # grouped queries: keys and values are repeated for each head
         repeated = kv_numel * heads.heads // heads.kv_heads
         fetch, bring = (*fetch, shape.op("copy", repeated)), (shape.op("reduce", repeated), *bring)
@@ -193,7 +196,6 @@ def unfused_core(shape: RankShape, heads: Heads, joined: tuple[Item, ...]) -> Bl
 def attention(shape: RankShape, *, causal: bool = True, rotary: bool = False) -> Block:
     """Self-attention with grouped queries; no norm and no residual."""
     heads = self_heads(shape, causal)
-    width = heads.joined
     rope: tuple[Step, ...] = ()
     if rotary:
         numel = shape.rows * (heads.heads + heads.kv_heads) * heads.head_dim
@@ -205,7 +207,7 @@ def attention(shape: RankShape, *, causal: bool = True, rotary: bool = False) ->
         counts = {"q_norm": heads.heads, "k_norm": heads.kv_heads}
         norms = tuple([norm(shape, name, fork=False, rows=shape.rows * count, width=heads.head_dim)
                        for name, count in counts.items()])  # fmt: skip
-    qkv = column_linear(shape, "qkv", width, shape.model.hidden)
+    qkv = column_linear(shape, "qkv", heads.joined, shape.model.hidden)
     out = row_linear(shape, "out", shape.model.hidden, heads.heads * heads.v_dim)
     if shape.kernels.keeps_projections and shape.tp.size == 1:  # then a product is the last op of its step
         qkv, out = replace(qkv, output_kept=True), replace(out, output_kept=True)
@@ -225,16 +227,12 @@ def core(shape: RankShape, heads: Heads, *, made_by: str = "") -> Block:
 
     ``made_by``: the module that makes queries, keys and values.
     """
-    joined: tuple[Item, ...] = ()
-    if heads.joined:
-        joined = (shape.op("copy", shape.micro_batch * heads.q_len * heads.joined),)
+    joined = (shape.op("copy", shape.micro_batch * heads.q_len * heads.joined),) if heads.joined else ()
     if not shape.model.fused_attention:
         return unfused_core(shape, heads, joined)
     temporary = 0
     if shape.cp.size == 1:
-        sizes, causal = (heads.q_len, heads.kv_len), heads.causal
-        forward: tuple[Item, ...] = (heads.kernel(shape, "attention", *sizes, causal=causal),)
-        backward: tuple[Item, ...] = (heads.kernel(shape, "attention_backward", *sizes, causal=causal),)
+        forward, backward = whole(shape, heads)
     elif shape.context_parallel == "ring":
         forward, backward = ring(shape, heads)
         temporary = 2 * heads.kv_numel(shape) * shape.dtype_bytes  # what arrives meanwhile, with gradients
@@ -262,18 +260,17 @@ def latent_attention(shape: RankShape, *, causal: bool = True) -> Block:
     kv_width = model.kv_lora_rank + model.rope_head_dim
     queries = heads.heads * heads.head_dim
     keys_values = heads.heads * (model.head_size + model.v_head_dim)
-    kv_down = linear(
-        shape, "kv_down", kv_width, model.hidden, shape.local_rows, bias=False, replicated=True, keeps="norm1"
-    )
+
+    def down(name: str, width: int) -> Step:
+        return linear(shape, name, width, model.hidden, shape.local_rows, bias=False, replicated=True, keeps="norm1")
+
+    kv_down = down("kv_down", kv_width)
     kv_norm = norm(shape, "kv_norm", fork=False, width=model.kv_lora_rank)
     kv_up = column_linear(shape, "kv_up", keys_values, model.kv_lora_rank)
     if model.q_lora_rank:
         rank = model.q_lora_rank
-        q_down = linear(
-            shape, "q_down", rank, model.hidden, shape.local_rows, bias=False, replicated=True, keeps="norm1"
-        )
         q_norm = norm(shape, "q_norm", fork=False, width=rank)
-        latents: Block = (fork(shape), q_down, kv_down, q_norm, kv_norm, *enter(shape, rank + kv_width))
+        latents: Block = (fork(shape), down("q_down", rank), kv_down, q_norm, kv_norm, *enter(shape, rank + kv_width))
         up: Block = (column_linear(shape, "q_up", queries, rank), kv_up)
     else:  # whole queries, from the activation of all rows
         latents = (fork(shape), kv_down, kv_norm, *enter(shape, kv_width), *enter(shape))

@@ -116,30 +116,26 @@ def lookup_op(look: Lookup, *, backward: bool = False) -> Op:
     return Op("table_lookup", dims, look.dtype)
 
 
-def lookup_ops(tables: RankTables) -> list[tuple[Op, int]]:
-    """Ops of all lookups of a step, and how often each runs."""
-    found = [(lookup_op(look, backward=back), 1) for look in tables.lookups for back in (False, True)]
-    found += [(lookup_op(look, backward=back), 1) for look in _of_replicas(tables) for back in (False, True)]
-    return [*found, *((missed_op(look), 2) for look in tables.lookups if look.missed)]
+def lookup_ops(tables: RankTables) -> list[Op]:
+    """Ops of all lookups of a step."""
+    own = [op for look in tables.lookups for ops in both_ways(look) for op in ops]
+    return own + [op for look in _of_replicas(tables) for ops in both_ways(look) for op in ops]
 
 
-def missed_op(look: Lookup) -> Op:
-    """Rows that the device does not have, over its link."""
-    return Op("missed_rows", (look.missed, look.dim), look.dtype)
+def both_ways(look: Lookup) -> tuple[list[Op], list[Op]]:
+    """Ops of a lookup forward and backward; rows that the device does not have come and go over its link."""
+    moved = [Op("missed_rows", (look.missed, look.dim), look.dtype)] if look.missed else []
+    return [*moved, lookup_op(look)], [lookup_op(look, backward=True), *moved]
 
 
 def _of_replicas(tables: RankTables) -> list[Lookup]:
-    return [look._replace(state=0) for look in tables.replicated]  # the dense optimizer has their states
+    return [look._replace(state=0, missed=0) for look in tables.replicated]  # the dense optimizer has their states
 
 
 def _lookups(shape: RankShape, tables: RankTables) -> Step:
     """Lookups in the rank's own shards; backward steps the optimizer of the rows."""
-    forward: list[Op] = []
-    backward: list[Op] = []
-    for look in tables.lookups:
-        moved = [missed_op(look)] if look.missed else []
-        forward += [*moved, lookup_op(look)]
-        backward += [lookup_op(look, backward=True), *moved]
+    both = [both_ways(look) for look in tables.lookups]
+    forward, backward = ([op for ops in way for op in ops] for way in zip(*both, strict=True)) if both else ([], [])
     most = max((op.num_bytes for op in backward), default=0.0)
     sums = sum(look.bags * look.dim for look in tables.lookups) * shape.dtype_bytes
     indices = 8 * sum(look.indices for look in tables.lookups)

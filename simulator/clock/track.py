@@ -106,23 +106,14 @@ def track(schedule: Schedule, runtime: str = "asynchronous") -> Track:
     if runtime == "asynchronous":
         entries = asynchronous(order, messages)
     else:
-        make = deepspeed_entries if runtime == "deepspeed" else torch_entries
-        entries = make(schedule, order, messages)
-    entries = _in_step(entries, schedule.num_stages, len(messages.source))
-    return Track(
-        schedule, runtime, order.stage, order.kind, order.micro_batch, order.part, _turns(order),
-        messages.source, messages.target, entries,
-    )  # fmt: skip
-
-
-def _in_step(entries: Entries, num_stages: int, num_messages: int) -> Entries:
-    """Sort the entries by their end times if all actions take equally long; repeating parts then repeat for each
-    micro-batch.
-    """
+        entries = (deepspeed_entries if runtime == "deepspeed" else torch_entries)(schedule, order, messages)
+    # Sorted by end times as if all actions took equally long, so that repeating parts repeat for each micro-batch.
     ends = np.empty(len(entries.op), dtype=np.int64)
-    _count_ticks(entries, num_stages, num_messages, ends)
-    order = np.argsort(ends * num_stages + entries.stage, kind="stable")  # sorted runs: merging them is faster
-    return Entries(*(field[order] for field in entries))
+    _count_ticks(entries, schedule.num_stages, len(messages.source), ends)
+    by_end = np.argsort(ends * schedule.num_stages + entries.stage, kind="stable")  # sorted runs: merging is faster
+    entries = Entries(*(field[by_end] for field in entries))
+    of_order = order.stage, order.kind, order.micro_batch, order.part, _turns(order)
+    return Track(schedule, runtime, *of_order, messages.source, messages.target, entries)
 
 
 ACTION = 2**20  # ticks
@@ -306,7 +297,5 @@ def path_uses(run: TrackRun, stage: int, clock: int = 0) -> tuple[Floats, Floats
 def _durations(
     track: Track, segment: Ints, transition: Floats, message_seconds: Floats, host: tuple[float, float]
 ) -> Durations:
-    of_stages = np.empty((track.num_stages, 2))
-    of_stages[:] = host
-    numbers = tuple(range(transition.shape[-1]))
+    of_stages, numbers = np.full((track.num_stages, 2), host), tuple(range(transition.shape[-1]))
     return Durations(segment.view(np.uint32), transition, message_seconds, of_stages, numbers)

@@ -80,8 +80,7 @@ def launch_calls_of(job: Job) -> LaunchCalls:
 
 def launch_calls(latency: LatencyModel) -> LaunchCalls:
     """The host's software of the job that a latency model was made for; a launch an op if the model states none."""
-    found: LaunchCalls = getattr(latency, "calls", ONE_LAUNCH)
-    return found
+    return getattr(latency, "calls", ONE_LAUNCH)
 
 
 def preset_latency(hardware_name: str, fabric: Fabric, calls: LaunchCalls = ONE_LAUNCH) -> RooflineLatency | None:
@@ -90,11 +89,6 @@ def preset_latency(hardware_name: str, fabric: Fabric, calls: LaunchCalls = ONE_
     """
     hardware = find_hardware(hardware_name)
     return None if hardware is None else _roofline(hardware, fabric, calls)
-
-
-@cached(64)
-def _roofline(hardware: Hardware, fabric: Fabric, calls: LaunchCalls) -> RooflineLatency:
-    return RooflineLatency(hardware, fabric, calls)
 
 
 class RooflineLatency:
@@ -120,6 +114,7 @@ class RooflineLatency:
         return seconds
 
 
+_roofline = cached(64)(RooflineLatency)
 LatencyMaker = Callable[[Hardware, Fabric], Any]
 LATENCY = "latency:"  # how a name begins that stands in place of a predictor's
 
@@ -130,11 +125,7 @@ def _maker(name: str, thing: Any) -> LatencyMaker:
 
 
 LATENCIES: Registry[LatencyMaker] = Registry(
-    "latency",
-    group="stepsight.latencies",
-    check=_maker,
-    error=PredictorError,
-    more="module:function",
+    "latency", group="stepsight.latencies", check=_maker, error=PredictorError, more="module:function"
 )
 
 
@@ -173,8 +164,7 @@ class GivenLatency:
     def in_context(self, programs: Sequence[Program], seconds: Sequence[Seconds]) -> Sequence[Seconds]:
         if not self.knows_context:
             return seconds
-        inside: Sequence[Seconds] = self._given.in_context(programs, seconds)
-        return inside
+        return self._given.in_context(programs, seconds)  # type: ignore[no-any-return]
 
     def _complete(self, method: str, works: Sequence[Any], facts: Callable[[Sequence[Any]], Seconds]) -> Seconds:
         ask = getattr(self._given, method, None)
@@ -213,9 +203,8 @@ def named_latency(name: str, hardware: Hardware, fabric: Fabric) -> GivenLatency
         try:
             maker = _maker(name, EntryPoint(name, name, LATENCIES.group).load())
         except (ImportError, AttributeError, ValueError, SyntaxError) as error:
-            raise PredictorError(
-                f"--latency {name!r:.80} must be module:function that can be imported: {error}"
-            ) from None
+            text = f"--latency {name!r:.80} must be module:function that can be imported: {error}"
+            raise PredictorError(text) from None
     else:
         maker = LATENCIES[name]
     return _made(maker, hardware, fabric, name)

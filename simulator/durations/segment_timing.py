@@ -100,7 +100,7 @@ class Timer:
     """
 
     def __init__(self, latency: LatencyModel, known: Mapping[Work, float] | None = None) -> None:
-        self._latency = latency
+        self.latency = latency
         self._hardware, self._calls = latency.hardware, launch_calls(latency)
         self._given = dict(known or {})
         self._works: Memo[Work, float] = Memo("timer: works", MAX_WORKS)
@@ -109,14 +109,9 @@ class Timer:
         self._tables: Memo[tuple[tuple[BlockPass, ...], Slowdown], _Table] = Memo("timer: tables", MAX_SEGMENTS)
         self._ops: Memo[tuple[Segment, Slowdown, bool], OpTimes] = Memo("timer: op times", MAX_OP_TIMES)
 
-    @property
-    def latency(self) -> LatencyModel:
-        """The latency model that is asked for durations."""
-        return self._latency
-
     def but(self, known: Mapping[Work, float]) -> Timer:
         """Copy of the timer with other durations for some signatures."""
-        return Timer(self._latency, {**self._works, **self._given, **known})
+        return Timer(self.latency, {**self._works, **self._given, **known})
 
     def work_seconds(self, works: Sequence[Work]) -> Floats:
         """Seconds of each signature alone, shape ``(len(works),)``."""
@@ -133,18 +128,15 @@ class Timer:
         """Seconds of signatures from the latency model."""
         ops = [work for work in works if isinstance(work, Op)]
         collectives = [work for work in works if isinstance(work, Collective)]
-        asked: dict[Work, float] = {}
-        if ops:
-            asked.update(zip(ops, self._latency.op_seconds(ops).tolist(), strict=True))
-        if collectives:
-            asked.update(zip(collectives, self._latency.collective_seconds(collectives).tolist(), strict=True))
-        return asked
+        of_ops = self.latency.op_seconds(ops).tolist() if ops else []
+        seconds = [*of_ops, *(self.latency.collective_seconds(collectives).tolist() if collectives else [])]
+        return dict(zip([*ops, *collectives], seconds, strict=True))
 
     def segment(self, segment: Segment, slowdown: Slowdown = AS_IT_IS) -> SegmentTime:
         """A segment's paths."""
         known = self._segments.get((segment, slowdown))
         if known is None:
-            known = (self._in_context if self._latency.knows_context else self._by_events)(segment, slowdown)
+            known = (self._in_context if self.latency.knows_context else self._by_events)(segment, slowdown)
             self._segments[segment, slowdown] = known
         return known
 
@@ -166,17 +158,18 @@ class Timer:
     def node_seconds(self, segment: Segment, slowdown: Slowdown = AS_IT_IS) -> Floats:
         """Seconds of every node of a segment's program in its context, shape ``(num_nodes,)``."""
         graph = segment.graph
-        works = segment.works
-        alone = self._slowed(self.work_seconds(works), works, slowdown)[graph.work]
+        alone = self._slowed(segment.works, slowdown)[graph.work]
         if slowdown.data != slowdown.inside:
-            data = self._slowed(self.work_seconds(works), works, replace(slowdown, inside=slowdown.data))[graph.work]
+            data = self._slowed(segment.works, replace(slowdown, inside=slowdown.data))[graph.work]
             alone = np.where(graph.sent, data, alone)
         alone = alone * graph.share
-        if not self._latency.knows_context:
+        if not self.latency.knows_context:
             return alone
-        return self._latency.in_context([segment.program], [alone])[0]
+        return self.latency.in_context([segment.program], [alone])[0]
 
-    def _slowed(self, seconds: Floats, works: Sequence[Work], slowdown: Slowdown) -> Floats:
+    def _slowed(self, works: Sequence[Work], slowdown: Slowdown) -> Floats:
+        """Seconds of each signature alone on slower ranks."""
+        seconds = self.work_seconds(works)
         if slowdown is AS_IT_IS:
             return seconds
         is_op = np.array([isinstance(work, Op) for work in works], dtype=np.bool_)
@@ -190,9 +183,9 @@ class Timer:
         """The paths of a passage."""
         known = self._passages.get((passage, slowdown))
         if known is None:
-            works = self._slowed(self.work_seconds(passage.works), passage.works, slowdown)
+            seconds = self._slowed(passage.works, slowdown)[passage.work] * passage.share
             launches = self.launch_seconds(passage.works)[passage.work] * passage.launched
-            known = _time_passage(passage, works[passage.work] * passage.share, launches)
+            known = _time_passage(passage, seconds, launches)
             self._passages[passage, slowdown] = known
         return known
 

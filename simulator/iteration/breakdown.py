@@ -9,7 +9,7 @@ import numpy as np
 from stepsight.dataset.job.sharding import RankTables
 from stepsight.simulator.blocks.dlrm import INDICES, SUMS, lookup_ops
 from stepsight.simulator.clock.engine import NUM_CLOCKS, Floats
-from stepsight.simulator.clock.track import track_clocks
+from stepsight.simulator.clock.track import through, track_clocks
 from stepsight.simulator.iteration.simulated_iteration import PipelineRun, SimulatedIteration
 from stepsight.simulator.programs.block_pass import STREAMS
 from stepsight.simulator.programs.sizes import rank_shape
@@ -33,34 +33,29 @@ def break_down(simulation: SimulatedIteration) -> dict[str, float]:
     run, stages = pipeline_run.run, low.num_stages
     runs = np.bincount(pipeline_run.rows, minlength=len(pipeline_run.segments)) / stages
     used = np.flatnonzero(runs).tolist()
-    times = [
-        simulation.timer.segment(low.segments[pipeline_run.segments[row]], pipeline_run.condition(row)) for row in used
-    ]
-    streams = dict(zip(STREAMS, runs[used] @ np.stack([time.by_stream for time in times]), strict=True))
+    time = simulation.timer.segment
+    times = [time(low.segments[pipeline_run.segments[row]], pipeline_run.condition(row)) for row in used]
+    streams = dict(zip(STREAMS, runs[used] @ np.stack([each.by_stream for each in times]), strict=True))
     if simulation.carried:
         free = np.ascontiguousarray(pipeline_run.transition[:, :NUM_CLOCKS, :NUM_CLOCKS])
         host = float(pipeline_run.clocks[0, 0] - _ends(pipeline_run, free, pipeline_run.message_seconds)[0, 0])
     else:
-        host = float(runs[used] @ np.array([time.host for time in times]))
+        host = float(runs[used] @ np.array([each.host for each in times]))
     seconds = {"compute": streams["compute"], "host": host + streams["offload"]}
     seconds |= {f"{axis}_communication": streams[axis] for axis in ("tp", "cp", "ep")}
     inside = float((run.log.finish[:, 0] - run.log.start[:, 0]).sum()) / stages - sum(seconds.values())
     # The optimizer's ops; the remaining time between a stage's last backward and its end is traffic, or waiting for
     # others.
-    ends = [
-        simulation.timer.segment(low.segments[at], simulation.optimizer_condition(stage))
-        for stage, at in enumerate(low.optimizer.tolist())
-    ]
+    optimizers = enumerate(low.optimizer.tolist())
+    ends = [time(low.segments[at], simulation.optimizer_condition(stage)) for stage, at in optimizers]
     seconds["optimizer"] = float(np.stack([end.by_stream for end in ends])[:, 0].mean())
     until = simulation.clocks[:, :NUM_CLOCKS].max(axis=1) - simulation.clocks[:, 0]
     after = simulation.finish[:, :NUM_CLOCKS].max(axis=1) - simulation.begin
     launched = 0.0
     if simulation.hardware.has_host:
-        paths = (
-            simulation.entry[:, None, :NUM_CLOCKS]
-            + simulation.optimizer_paths(carried=True)[:, :NUM_CLOCKS, :NUM_CLOCKS]
-        )
-        launched = float((after - (paths.max(axis=(1, 2)) - simulation.begin)).mean())
+        paths = simulation.optimizer_paths(carried=True)[:, :NUM_CLOCKS, :NUM_CLOCKS]
+        ended = through(paths, simulation.entry[:, :NUM_CLOCKS]).max(axis=1)
+        launched = float((after - (ended - simulation.begin)).mean())
     data = inside + float((until + after).mean()) - seconds["optimizer"] - launched
     seconds["host"] += launched
     seconds["dp_communication"] = max(data, 0.0)
@@ -70,8 +65,7 @@ def break_down(simulation: SimulatedIteration) -> dict[str, float]:
         seconds["pp_communication"] = max(0.0, float(pipeline_run.clocks.max() - alone.max()))
     seconds["bubble"] = total - sum(seconds.values())
     if seconds["bubble"] < 0:  # messages that overlap
-        seconds["pp_communication"] = max(0.0, seconds["pp_communication"] + seconds["bubble"])
-        seconds["bubble"] = 0.0
+        seconds["pp_communication"] = max(0.0, seconds["pp_communication"] + seconds.pop("bubble"))
         seconds["bubble"] = max(0.0, total - sum(seconds.values()))
     found = {category: float(seconds[category]) for category in CATEGORIES}
     tables = rank_shape(simulation.job).tables if simulation.job.model.tables else None
@@ -86,8 +80,7 @@ def _of_tables(simulation: SimulatedIteration, seconds: dict[str, float], tables
     """The breakdown of a recommendation model: lookups of the mean rank, what the slowest one takes beyond, the dense
     part, and the two exchanges as far as the computation waits for them.
     """
-    ops = [op for op, times in lookup_ops(tables) for _ in range(times)]
-    lookups = float(simulation.timer.work_seconds(ops).sum()) * simulation.lowered.num_micro_batches
+    lookups = float(simulation.timer.work_seconds(lookup_ops(tables)).sum()) * simulation.lowered.num_micro_batches
     found = {"lookups": lookups * tables.mean_share, "imbalance": lookups * (1.0 - tables.mean_share)}
     found["dense"] = max(seconds.pop("compute") - lookups, 0.0)
     found |= {line: seconds.pop(f"{stream}_communication") for stream, line in _LINES.items()}

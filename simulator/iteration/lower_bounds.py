@@ -9,7 +9,6 @@ prediction, so that the bound holds for any latency model, smooth or not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -52,31 +51,27 @@ def block_seconds(
         Seconds of the computation, and of the host that launches it; shape
         ``(2, num_shapes, num_blocks, num_passes)``.
     """
-    found = [
-        _passage(block, pass_kind, shape, end=at >= len(kinds))
-        for shape in shapes
-        for at, block in enumerate(_blocks(shape, kinds))
-        for pass_kind in passes
-    ]
+    found = []
+    for shape in shapes:
+        layers = [layer_block(shape, kind) for kind in kinds]
+        for block, end in [(each, False) for each in layers] + [(make(shape, False), True) for make in _ENDS]:
+            found += [_passage(block, pass_kind, shape, end=end) for pass_kind in passes]
     timer.work_seconds(list(dict.fromkeys(work for passage in found for work in passage.works)))
     paths = np.array([timer.passage(passage).paths for passage in found], dtype=np.float64)
     paths = paths.reshape(len(shapes), len(kinds) + 2, len(passes), 3)
     return np.stack([paths[..., 0], paths[..., 2]])
 
 
-def _blocks(shape: RankShape, kinds: Sequence[str]) -> list[Block]:
-    return [*(layer_block(shape, kind) for kind in kinds), embedding_block(shape, False), head_block(shape, False)]
+_ENDS = embedding_block, head_block  # in the order in which they follow the layers
 
 
 def _passage(block: Block, kind: PassKind, shape: RankShape, *, end: bool) -> BlockPass:
     if kind.part == "forward":
         return block_pass_of(block)
-    spec = BackwardSpec(kind.part, kind.recompute, whole=kind.whole, dtype=shape.kernels.main_dtype)
-    if end and kind.recompute == "full":
-        spec = replace(spec, recompute="none", whole=False)
-    if kind.part == WEIGHT:
-        spec = replace(spec, recompute="none")
-    return block_pass_of(block, spec)
+    once = end and kind.recompute == "full"
+    recompute = "none" if once or kind.part == WEIGHT else kind.recompute
+    whole = kind.whole and not once
+    return block_pass_of(block, BackwardSpec(kind.part, recompute, whole=whole, dtype=shape.kernels.main_dtype))
 
 
 def block_sizes(shapes: Sequence[RankShape], kinds: Sequence[str], recompute: Sequence[str]) -> tuple[Floats, Floats]:
@@ -255,13 +250,9 @@ class Collectives:
         """Seconds of a collective of each size; 0 for zero bytes, and for a group of one rank."""
         key = (group, kind, num_bytes.tobytes())
         if key not in self._known:
-            self._known[key] = self._ask(group, kind, num_bytes)
+            self._known[key] = seconds = np.zeros(len(num_bytes))
+            asked: NDArray[np.int64] = np.flatnonzero(num_bytes > 0)
+            if group.size > 1 and len(asked):
+                sizes, place = np.unique(num_bytes[asked].astype(np.int64), return_inverse=True)
+                seconds[asked] = self._timer.work_seconds([group.collective(kind, int(n)) for n in sizes])[place]
         return self._known[key]
-
-    def _ask(self, group: Group, kind: str, num_bytes: Floats) -> Floats:
-        seconds = np.zeros(len(num_bytes))
-        asked: NDArray[np.int64] = np.flatnonzero(num_bytes > 0)
-        if group.size > 1 and len(asked):
-            sizes, place = np.unique(num_bytes[asked].astype(np.int64), return_inverse=True)
-            seconds[asked] = self._timer.work_seconds([group.collective(kind, int(n)) for n in sizes])[place]
-        return seconds

@@ -161,18 +161,13 @@ def explain(simulation: Simulation, most: int = 10) -> tuple[Sensitivity, ...]:
     total = simulation.iteration_time_s
     seconds = dict(zip(simulation.lowered.all_works, simulation.work_seconds.tolist(), strict=True))
     counts = sorted(simulation.op_counts.items(), key=lambda item: -item[1] * seconds[item[0]])[:most]
-    return tuple(
-        Sensitivity(work, count, seconds[work], count * seconds[work] / total, total - _with(simulation, work))
-        for work, count in counts
-    )
-
-
-def _with(simulation: Simulation, work: Op | Collective) -> float:
-    """The iteration time if one signature took half as long."""
-    timer = simulation.timer.but({work: float(simulation.timer.work_seconds([work])[0]) / 2})
-    pipelines = tuple(pipeline_run.pipeline for pipeline_run in simulation.pipeline_runs)
-    halved = simulate_lowered(simulation.job, simulation.lowered, timer, simulation.hardware, pipelines)
-    return halved.iteration_time_s
+    pipelines, found = tuple(pipeline_run.pipeline for pipeline_run in simulation.pipeline_runs), []
+    for work, count in counts:
+        timer = simulation.timer.but({work: seconds[work] / 2})
+        halved = simulate_lowered(simulation.job, simulation.lowered, timer, simulation.hardware, pipelines)
+        share, saved = count * seconds[work] / total, total - halved.iteration_time_s
+        found.append(Sensitivity(work, count, seconds[work], share, saved))
+    return tuple(found)
 
 
 BACKWARD_OVER_FORWARD = 2.0  # gradients of the input and of the weights
@@ -273,19 +268,14 @@ def _outside(
         return (0.0, 0.0, 0.0), np.zeros(count)
     nodes: Floats = np.where(there[passage.work], time.seconds, 0.0)
     launched = np.where(time.launches > 0.0, time.launches.cumsum(), -np.inf)
-    ends = [float(nodes.sum()), 0.0]
     if passage.serial:
-        remaining = time.seconds[::-1].cumsum()[::-1]
-        if np.isfinite(launched).any():
-            ends[1] = float(nodes[int((launched + remaining).argmax()) :].sum())
-        return (ends[0], ends[1], 0.0), nodes
-    finish, critical, of_path = np.empty(count), np.empty(count, dtype=np.int32), np.zeros(1)
+        begin = int((launched + time.seconds[::-1].cumsum()[::-1]).argmax())  # where the host is waited for last
+        return (float(nodes.sum()), float(nodes[begin:].sum()) if np.isfinite(launched).any() else 0.0, 0.0), nodes
+    finish, critical, ends = np.empty(count), np.empty(count, dtype=np.int32), np.zeros(2)
     for at, ready in enumerate((np.zeros(count), launched)):
         longest_paths(time.seconds, *passage.edges, ready, finish, critical)
-        of_path[0] = 0.0
-        add_path(critical, int(finish.argmax()), np.zeros(count, dtype=np.int32), nodes, 1.0, of_path)
-        ends[at] = float(of_path[0])
-    return (ends[0], ends[1], 0.0), nodes
+        add_path(critical, int(finish.argmax()), np.full(count, at, dtype=np.int32), nodes, 1.0, ends)
+    return (float(ends[0]), float(ends[1]), 0.0), nodes
 
 
 TOGETHER = 16  # jobs that are laid out at once: they fit in a near cache

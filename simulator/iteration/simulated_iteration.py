@@ -37,16 +37,6 @@ class Pipeline:
     replicas: tuple[int, ...] = (0,)  # numbers of those that are alike
 
     @property
-    def replica(self) -> int:
-        """Index of the first of them."""
-        return self.replicas[0]
-
-    @property
-    def count(self) -> int:
-        """Number of equal pipelines."""
-        return len(self.replicas)
-
-    @property
     def is_plain(self) -> bool:
         """Whether no message is slowed down."""
         return all(link == 1.0 for link in self.links)
@@ -238,9 +228,8 @@ class SimulatedIteration:
     @cached_property
     def op_counts(self) -> dict[Op | Collective, float]:
         """How often each signature lies on the critical path: ``n_i = dT / dt_i``; ``sum(n_i * t_i)`` is the time."""
-        counts = self.count_works()
-        works = self.lowered.all_works
-        return {work: count for work, count in zip(works, counts.tolist(), strict=True) if count > 0}
+        counts = zip(self.lowered.all_works, self.count_works().tolist(), strict=True)
+        return {work: count for work, count in counts if count > 0}
 
     @property
     def launches_share(self) -> float:
@@ -284,9 +273,8 @@ class SimulatedIteration:
     def segment_uses(self) -> list[tuple[int, Slowdown, Floats]]:
         """Segment, condition, and how often the critical path passes it from clock to clock, ``(to, from)``."""
         pipeline_run, end, uses, _ = self._path
-        rows = np.flatnonzero((uses > 0).any(axis=(1, 2))).tolist()
         found: dict[tuple[int, Slowdown], Floats] = {}
-        for row in rows:
+        for row in np.flatnonzero((uses > 0).any(axis=(1, 2))).tolist():
             key = (int(pipeline_run.segments[row]), pipeline_run.condition(row))
             found[key] = found.get(key, 0.0) + uses[row]
         last = np.zeros((self.clocks.shape[1], self.clocks.shape[1]))
@@ -313,19 +301,13 @@ class SimulatedIteration:
     def optimizer_paths(self, *, carried: bool) -> Floats:
         """Paths through every stage's optimizer, ``(num_stages, to, from)``; ``carried``: with the host's clock."""
         low, timer = self.lowered, self.timer
-        conditions = {
-            pipeline_run.condition(0) for pipeline_run in self.pipeline_runs if len(pipeline_run.slowdowns) == 1
-        }
+        conditions = {run.condition(0) for run in self.pipeline_runs if len(run.slowdowns) == 1}
         if len(self.pipeline_runs) == len(conditions) == 1:  # optimizers are numbered one after the other
             first, condition = int(low.optimizer.min()), conditions.pop()
             distinct = [segment_paths(timer.segment(s, condition), carried) for s in low.segments[first:]]
             return np.array(distinct)[low.optimizer - first]
-        found = {}
         keys = [(at, self.optimizer_condition(stage)) for stage, at in enumerate(low.optimizer.tolist())]
-        for key in keys:
-            if key not in found:
-                found[key] = segment_paths(timer.segment(low.segments[key[0]], key[1]), carried)
-        return np.array([found[key] for key in keys])
+        return np.array([segment_paths(timer.segment(low.segments[at], own), carried) for at, own in keys])
 
 
 def segment_paths(time: SegmentTime, carried: bool) -> Floats:

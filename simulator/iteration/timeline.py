@@ -72,21 +72,21 @@ class _JobWriter(TraceWriter):
         low, run = self._simulation.lowered, pipeline_run.run
         for stage in range(low.num_stages):
             name = f"stage {stage}" if low.num_stages > 1 else "rank"
-            alike = f", {pipeline_run.pipeline.count} alike" if pipeline_run.pipeline.count > 1 else ""
-            several = len(self._simulation.pipeline_runs) > 1
-            self.processes[first + stage] = name + (
-                f", replica {pipeline_run.pipeline.replica}{alike}" if several else ""
-            )
+            replicas = pipeline_run.pipeline.replicas
+            if len(self._simulation.pipeline_runs) > 1:
+                name += f", replica {replicas[0]}" + (f", {len(replicas)} alike" if len(replicas) > 1 else "")
+            self.processes[first + stage] = name
         names = action_names(low)
-        stages = low.track.stage.tolist()
-        for action, (name, stage) in enumerate(zip(names, stages, strict=True)):
+        for action, (name, stage) in enumerate(zip(names, low.track.stage.tolist(), strict=True)):
             if stage not in wanted:
                 continue
             row = int(pipeline_run.rows[action])
             of = (int(pipeline_run.segments[row]), pipeline_run.condition(row))
             yield from self._action(name, first + stage, of, run.log.start[action], run.log.finish[action])
         yield from self._messages(pipeline_run, first, names, wanted)
-        yield from self._memory(pipeline_run, first)
+        for stage, begins, moments in memory_moments(self._simulation, pipeline_run):
+            for begin, size in zip(begins.tolist(), moments.tolist(), strict=True):
+                yield self.counter("memory (GB)", first + stage, begin, size / 1e9)
         entry = self._simulation.entry
         for stage in sorted(wanted):
             of = (int(low.optimizer[stage]), self._simulation.optimizer_condition(stage))
@@ -152,22 +152,10 @@ class _JobWriter(TraceWriter):
                 places = ((stage, "compute", run.log.start[source, 0]), (stage, stream, begin))
                 ends_at = (to, "compute", run.log.start[target, 0])
                 yield self.flow("message", [(first + at, *rest) for at, *rest in (*places, ends_at)])
-        yield from self._in_flight(pipeline_run, first)
-
-    def _in_flight(self, pipeline_run: PipelineRun, first: int) -> Iterator[bytes]:
-        """Counters of the messages that each stage has in flight."""
-        track, run = self._simulation.lowered.track, pipeline_run.run
-        stages = track.stage[track.source]
         for stage in range(track.num_stages):
-            mine = stages == stage
+            mine = track.stage[track.source] == stage
             times = (run.log.message_start[mine], run.log.message_finish[mine])
             yield from self.outstanding("messages in flight", first + stage, *times)
-
-    def _memory(self, pipeline_run: PipelineRun, first: int) -> Iterator[bytes]:
-        """Counters of the memory of each stage, from one action to the next."""
-        for stage, begins, moments in memory_moments(self._simulation, pipeline_run):
-            for begin, size in zip(begins.tolist(), moments.tolist(), strict=True):
-                yield self.counter("memory (GB)", first + stage, begin, size / 1e9)
 
 
 def memory_moments(simulation: SimulatedIteration, pipeline_run: PipelineRun) -> Iterator[tuple[int, Floats, Floats]]:
@@ -292,15 +280,11 @@ def _phases(spans: Sequence[_Span], stage: int, end: float) -> list[Event]:
     found = []
     for span, begin, until in zip(firsts, begins, [*begins[1:], end], strict=True):
         label = span.phase if span.phase in _PHASES else "backward"
-        name = f"stepsight::segment label={label} micro_batch={_micro_batch(span.action)} stage={stage}"
+        number = span.action[1:].partition(".")[0]  # the micro-batch of F3 or B3.1; the optimizer has none
+        micro_batch = int(number) if number.isdigit() else 0
+        name = f"stepsight::segment label={label} micro_batch={micro_batch} stage={stage}"
         found.append(_event("user_annotation", name, (_HOST, _THREAD), (begin, max(until - begin, 0.0)), {}))
     return found
-
-
-def _micro_batch(action: str) -> int:
-    """The micro-batch of ``F3`` or ``B3.1``; 0 of the optimizer."""
-    number = action[1:].partition(".")[0]
-    return int(number) if number.isdigit() else 0
 
 
 def _sequence(span: _Span, known: dict[str, int]) -> int:

@@ -77,12 +77,9 @@ def block_memory(
     """
     saved = _saved(block)
     work = [_working_bytes(step) for step in block]
-    core = [  # bytes of an attention core's own tensors, which selective recomputation does not keep
-        float(sum(tensor.num_bytes for tensor in step.saved if not tensor.outside))
-        if recompute == "selective" and step.attention_core
-        else 0.0
-        for step in block
-    ]
+    # bytes of an attention core's own tensors, which selective recomputation does not keep
+    again = [step.saved if step.attention_core and recompute == "selective" else () for step in block]
+    core = [float(sum(tensor.num_bytes for tensor in own if not tensor.outside)) for own in again]
     before, forward = 0.0, 0.0
     live = []  # memory of this block during each step of its backward
     for step, size, needs, inside in zip(block, saved, work, core, strict=True):
@@ -126,14 +123,11 @@ def _output_bytes(step: Step) -> float:
 def _saved(block: Block) -> list[float]:
     """Bytes that each step keeps first."""
     names: set[str] = set()
-    out = []
-    for step in block:
-        size = 0.0
-        for tensor in step.saved:
-            if not tensor.name or tensor.name not in names:
-                size += tensor.num_bytes
-                names.add(tensor.name)
-        out.append(size)
+    out = [0.0] * len(block)
+    for at, tensor in [(at, tensor) for at, step in enumerate(block) for tensor in step.saved]:
+        if not tensor.name or tensor.name not in names:
+            out[at] += tensor.num_bytes
+            names.add(tensor.name)
     return out
 
 
@@ -301,7 +295,7 @@ def _gather(runs: list[_Run], gathered: Gathered, shared: bool) -> tuple[float, 
     layer = max((run.numel for run in layers), default=0)
     total = sum(run.times * run.numel for run in runs)
     head = 0  # gradients that exist before those of the layers, unless they stay anyway
-    if runs and runs[-1].root and not how.reduce_once:  # a stage may have no layer
+    if runs[-1].root and not how.reduce_once:  # a stage may have no layer
         head = root if shared else runs[-1].numel
     prefetch = max(0, min(how.prefetch, sum(run.times for run in layers) - 1))  # there are no more layers to gather
     for run in runs:

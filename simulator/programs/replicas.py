@@ -174,14 +174,11 @@ def replicas_of(
     )
 
 
-_GATHERING = ("copy_in", "copy_out", "gather")
 # DeepSpeed 0.3: tensors of fewer elements stay on every rank (stage3_param_persistence_threshold), and so do, between
 # recomputation and backward, those that are used again before this many elements of others (stage3_max_reuse_distance).
 # Each rank's part of a list costs the host a view and a copy.
 _STAYS, _REUSED = 100_000, 10**9
 _CALLS_PER_PART = 2
-
-
 Tensors = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -191,33 +188,30 @@ class _UnitWork:
     """
 
     def __init__(self, tensors: Tensors, dtypes: tuple[str, str], replicas: Replicas) -> None:
-        self._tensors, self._dtypes, self._replicas = tensors, dtypes, replicas
+        self._tensors, (self._dtype, self._main_dtype), self._replicas = tensors, dtypes, replicas
         self._known: dict[tuple[str, bool, bool], BlockPass | Collective | Op] = {}
 
     def of(self, slot: Slot) -> BlockPass | Collective | Op:
         """The work of a slot of this unit."""
         key = slot.what, slot.expert, slot.second
-        known = self._known.get(key)
-        if known is None:
-            self._known[key] = known = self._make(*key)
-        return known
+        if key not in self._known:
+            self._known[key] = self._make(*key)
+        return self._known[key]
 
     def _make(self, what: str, expert: bool, second: bool) -> BlockPass | Collective | Op:
-        replicas, tensors = self._replicas, self._tensors[expert]
-        main_dtype = self._dtypes[1]
-        if what.removesuffix(TWICE) in _GATHERING:
+        replicas, tensors, dtype = self._replicas, self._tensors[expert], self._dtype
+        if what.removesuffix(TWICE) in ("copy_in", "copy_out", "gather"):
             return self._gathering(what.removesuffix(TWICE), expert, twice=what.endswith(TWICE))
         if what == "grad_lists":  # of every tensor, including those that stay on every rank
             parts = len(self._tensors[False]) * replicas.groups.shard.size
             parts += len(self._tensors[True]) * replicas.groups.experts.size
-            return Op("host_calls", (_CALLS_PER_PART * parts,), self._dtypes[0])
+            return Op("host_calls", (_CALLS_PER_PART * parts,), dtype)
         if what == "grad_in":  # copy gradients into the message, in its type
-            dtype = self._dtypes[0]
             kind = "copy" if replicas.gradient_bytes == DTYPE_BYTES[dtype] else "cast"
             return items_pass((Op(kind, (sum(tensors),), dtype),), "copy_in")
         if what == "add":  # add to the sums of earlier micro-batches, tensor by tensor, in the order of declaration
             shards = replicas.expert_shards if expert else replicas.shards
-            ops = tuple([Op("add", (-(-tensor // shards),), main_dtype) for tensor in reversed(tensors)])
+            ops = tuple([Op("add", (-(-tensor // shards),), self._main_dtype) for tensor in reversed(tensors)])
             return items_pass(ops, "accumulate")
         work = bucket_works(replicas, sum(tensors), expert=expert)[second]
         assert work is not None, what
@@ -225,7 +219,7 @@ class _UnitWork:
 
     def _gathering(self, what: str, expert: bool, *, twice: bool) -> BlockPass | Collective:
         """The ops and collectives that gather parameters: once, or separately for recomputation and backward."""
-        groups, dtype, gathering = self._replicas.groups, self._dtypes[0], self._replicas.gathering
+        groups, dtype, gathering = self._replicas.groups, self._dtype, self._replicas.gathering
         lists = gathering.lists
         others, experts = (_gathered(tensors, lists=lists, twice=twice) for tensors in self._tensors)
         if what == "gather":
@@ -240,7 +234,7 @@ class _UnitWork:
             return items_pass((*casts, copy), what)
         parts = len(others) * groups.shard.size + len(experts) * groups.experts.size
         whole = Op("fill", (sum(others) + sum(experts),), dtype)  # torch.zeros, into which the chunks arrive
-        return items_pass((whole, Op("host_calls", (_CALLS_PER_PART * parts,), self._dtypes[0]), copy), what)
+        return items_pass((whole, Op("host_calls", (_CALLS_PER_PART * parts,), dtype), copy), what)
 
 
 def _gathered(tensors: tuple[int, ...], *, lists: bool, twice: bool) -> tuple[int, ...]:

@@ -8,11 +8,13 @@ All-gathers carry parameters in the training type.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from stepsight.dataset.base.caching import HashedTuple, Memo, cached, hashed_once
 from stepsight.dataset.job.execution import KernelSemantics
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.family import embedding_block, head_block, layer_block
 from stepsight.simulator.blocks.layer_parts import arrivals
 from stepsight.simulator.blocks.step import Block, RankShape
@@ -35,7 +37,7 @@ from stepsight.simulator.programs.part_plan import (
     send_buckets,
 )
 from stepsight.simulator.programs.replicas import SILENT, Replicas, Tensors, unit_work
-from stepsight.simulator.programs.segment import ROOT, Segment, UnitPattern
+from stepsight.simulator.programs.segment import ROOT, Segment, Slot, UnitPattern
 from stepsight.simulator.programs.sizes import PartShape
 
 
@@ -49,15 +51,16 @@ class Unit:
     times: int = 1  # how many
     again: bool = True  # whether full recomputation repeats them
     root: bool = False  # whether FSDP wraps them with the model itself rather than each on its own
-    # tensors, expert_tensors: elements of the parameter tensors of one of them, in the order in which gradients arrive;
-    # others' and experts'
-    tensors: tuple[int, ...] = field(init=False)
-    expert_tensors: tuple[int, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        others, experts = _tensors(self.block)
-        object.__setattr__(self, "tensors", others)
-        object.__setattr__(self, "expert_tensors", experts)
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """Elements of the parameter tensors of one block, without experts, in the order in which gradients arrive."""
+        return _tensors(self.block)[0]
+
+    @property
+    def expert_tensors(self) -> tuple[int, ...]:
+        """The same of experts."""
+        return _tensors(self.block)[1]
 
     @property
     def numel(self) -> int:
@@ -153,26 +156,16 @@ def calls_of(
     kernels: KernelSemantics, replicas: Replicas, recompute: tuple[str, int], passes: tuple[Pass, ...]
 ) -> HashedTuple[Call]:
     """The segments of a rank's parts in each pass; ``recompute``: and ``recompute_every`` of ``ParallelSpec``."""
-    return HashedTuple(
-        [
-            _forward(kernels, replicas, own) if own.label == FORWARD else _backward(kernels, replicas, recompute, own)
-            for own in passes
-        ]
-    )
+    return HashedTuple([_call_of(kernels, replicas, recompute, own) for own in passes])
 
 
-def _forward(kernels: KernelSemantics, replicas: Replicas, own: Pass) -> Call:
-    gathers = replicas.fully_sharded and (replicas.gathering.reshard or own.first)
-    updates = replicas.overlap_parameters and replicas.zero_stage in (1, 2) and replicas.shards > 1 and own.first
-    return _call(replicas if gathers or updates else SILENT, casts=_casts(kernels, replicas))
-
-
-def _casts(kernels: KernelSemantics, replicas: Replicas) -> bool:
-    return kernels.casts_parameters and not replicas.fully_sharded
-
-
-def _backward(kernels: KernelSemantics, replicas: Replicas, recompute: tuple[str, int], own: Pass) -> Call:
+def _call_of(kernels: KernelSemantics, replicas: Replicas, recompute: tuple[str, int], own: Pass) -> Call:
     gathers = replicas.fully_sharded and replicas.gathering.reshard
+    casts = kernels.casts_parameters and not replicas.fully_sharded
+    if own.label == FORWARD:
+        updates = replicas.overlap_parameters and replicas.zero_stage in (1, 2) and replicas.shards > 1
+        asks = gathers or ((updates or replicas.fully_sharded) and own.first)
+        return _call(replicas if asks else SILENT, casts=casts)
     reduces = replicas.reduces(own.last) and own.label != INPUT
     who = replicas if (gathers and own.label != WEIGHT) or reduces else SILENT
     weights, accumulate = own.label != INPUT, not own.first
@@ -190,7 +183,7 @@ def _backward(kernels: KernelSemantics, replicas: Replicas, recompute: tuple[str
     )
     again = gathers and replicas.gathering.lists and kind == "full" and every == 1
     traffic = BackwardTraffic(every, gathers, reduces, accumulate and reduces, again)
-    return _call(who, spec, traffic, casts=_casts(kernels, replicas))
+    return _call(who, spec, traffic, casts=casts)
 
 
 _call = cached(4096)(Call)  # equal calls are one object, because they are keys of caches
@@ -206,44 +199,35 @@ def part_segments(shape: RankShape, part: PartShape, calls: HashedTuple[Call]) -
 def _segment(shape: RankShape, part: PartShape, call: Call) -> Segment:
     spec, traffic, replicas = call.backward, call.traffic, call.replicas
     if spec is None or traffic is None:
-        run = _part_run(shape, part, 1, None, call.casts)
-        plan = forward_plan(run.patterns, replicas.pattern)
+        units, passages, patterns = _part_run(shape, part, 1, None, call.casts)
+        plan = forward_plan(patterns, replicas.pattern)
     elif traffic.reduces and replicas.zero_stage < 2:
         return send_buckets(spec.part, *_bucket_plan(shape, part, traffic.every, spec, call.casts), replicas)
     else:
-        run = _part_run(shape, part, traffic.every, spec, call.casts)
-        plan = backward_plan(run.patterns, replicas.pattern, spec.part, traffic)
+        units, passages, patterns = _part_run(shape, part, traffic.every, spec, call.casts)
+        plan = backward_plan(patterns, replicas.pattern, spec.part, traffic)
     dtypes = shape.dtype, shape.kernels.main_dtype
-    return plan.filled(
-        lambda slot: (
-            run.passages[slot.unit]
-            if slot.what == "run"
-            else unit_work(run.tensors(slot.unit), dtypes, replicas).of(slot)
-        )
-    )
 
+    def work(slot: Slot) -> BlockPass | Collective | Op:
+        if slot.what == "run":
+            return passages[slot.unit]
+        wrapped = [unit for unit in reversed(units) if unit.root] if slot.unit == ROOT else [units[slot.unit]]
+        others, experts = [u.tensors for u in wrapped], [u.expert_tensors for u in wrapped]
+        return unit_work((tuple(chain(*others)), tuple(chain(*experts))), dtypes, replicas).of(slot)
 
-class _PartRun(NamedTuple):
-    """A part's units in forward order, the passage of each, and the properties that plans depend on."""
-
-    units: tuple[Unit, ...]
-    passages: tuple[BlockPass, ...]
-    patterns: Patterns
-
-    def tensors(self, index: int) -> Tensors:
-        """``tensors`` and ``expert_tensors`` of a unit, or of those that FSDP wraps with the model."""
-        if index != ROOT:
-            return self.units[index].tensors, self.units[index].expert_tensors
-        wrapped = [unit for unit in reversed(self.units) if unit.root]
-        others = tuple([n for unit in wrapped for n in unit.tensors])
-        return others, tuple([n for unit in wrapped for n in unit.expert_tensors])
+    return plan.filled(work)
 
 
 @cached(8192)
-def _part_run(shape: RankShape, part: PartShape, every: int, spec: BackwardSpec | None, casts: bool) -> _PartRun:
-    """``spec``: of the backward; None: the forward.  ``casts``: as in ``Call``."""
+def _part_run(
+    shape: RankShape, part: PartShape, every: int, spec: BackwardSpec | None, casts: bool
+) -> tuple[tuple[Unit, ...], tuple[BlockPass, ...], Patterns]:
+    """A part's units in forward order, the passage of each, and the properties that plans depend on.
+
+    ``spec``: of the backward; None: the forward.  ``casts``: as in ``Call``.
+    """
     units, to = part_units(shape, part, every), shape.dtype if casts and shape.casts else ""
-    once = _without_recompute(spec) if spec is not None and spec.recompute == "full" else spec
+    once = replace(spec, recompute="none", whole=False) if spec and spec.recompute == "full" else spec
     passages = tuple([block_pass_of(u.block, spec if u.again and not u.root else once, to) for u in units])
     numbers = []
     for u, p in zip(units, passages, strict=True):
@@ -251,7 +235,7 @@ def _part_run(shape: RankShape, part: PartShape, every: int, spec: BackwardSpec 
         loss = p.first_step if u.name == "head" else 0  # of a head's backward, the first step is the loss
         there = u.numel > 0, u.expert_numel > 0
         numbers.append((u.name, u.first, u.times, u.root, p.num_nodes, loss, counts, *there))
-    return _PartRun(units, passages, _patterns(tuple(numbers)))
+    return units, passages, _patterns(tuple(numbers))
 
 
 @cached(4096)
@@ -264,11 +248,6 @@ def _patterns(numbers: tuple[tuple[Any, ...], ...]) -> Patterns:
 def _bucket_plan(
     shape: RankShape, part: PartShape, every: int, spec: BackwardSpec, casts: bool
 ) -> tuple[tuple[BlockPass, ...], BucketPlan]:
-    run = _part_run(shape, part, every, spec, casts)
-    pairs = zip(run.units[::-1], run.passages[::-1], strict=True)
+    units, passages, _ = _part_run(shape, part, every, spec, casts)
+    pairs = zip(units[::-1], passages[::-1], strict=True)
     return plan_buckets([(p, unit.times, unit.name, unit.first + unit.times - 1) for unit, p in pairs])
-
-
-@cached(512)
-def _without_recompute(spec: BackwardSpec) -> BackwardSpec:
-    return replace(spec, recompute="none", whole=False)

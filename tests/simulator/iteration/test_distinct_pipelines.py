@@ -48,7 +48,7 @@ def slow(*ranks: int, by: float = 2.0) -> tuple[Straggler, ...]:
 def test_a_slow_rank_slows_its_replicas_stage_alone(make_job: JobMaker, gpu: Hardware) -> None:
     """Rank 9 of tp 2, dp 2, pp 3 is in stage 2 of replica 0; the other replica is as it was."""
     found = pipelines(having(make_job(tp=2, dp=2, pp=3, devices_per_node=2), stragglers=slow(9)), gpu)
-    assert [(p.replica, p.count) for p in found] == [(0, 1), (1, 1)]
+    assert [(p.replicas[0], len(p.replicas)) for p in found] == [(0, 1), (1, 1)]
     assert found[0].slowdowns == (AS_IT_IS, AS_IT_IS, Slowdown(compute=2.0))
     assert found[1].slowdowns == (AS_IT_IS,) * 3
 
@@ -63,7 +63,7 @@ def test_replicas_that_are_alike_are_simulated_once(make_job: JobMaker, gpu: Har
         kinds.add(frozenset(rank // layout.stride("pp") for rank in own))
     found = pipelines(job, gpu)
     assert len(found) == len(kinds)
-    assert sum(pipeline.count for pipeline in found) == 4
+    assert sum(len(pipeline.replicas) for pipeline in found) == 4
 
 
 @MANY
@@ -102,13 +102,13 @@ def test_sharded_replicas_move_at_the_pace_of_the_slowest(make_job: JobMaker, gp
 
 def test_hybrid_shards_are_in_step_within_a_group(make_job: JobMaker, gpu: Hardware) -> None:
     job = having(make_job(dp=8, dp_shard=2, zero_stage=3), stragglers=slow(5))
-    assert [(p.replica, p.count) for p in pipelines(job, gpu)] == [(0, 6), (4, 2)]
+    assert [(p.replicas[0], len(p.replicas)) for p in pipelines(job, gpu)] == [(0, 6), (4, 2)]
 
 
 def test_replicas_that_share_experts_are_in_step(make_job: JobMaker, gpu: Hardware) -> None:
     """Tokens of both go through all of their experts in every layer."""
     job = having(make_job(dp=4, ep=2, model={"family": "llama", **EXPERTS}), stragglers=slow(3))
-    assert [(p.replica, p.count) for p in pipelines(job, gpu)] == [(0, 2), (2, 2)]
+    assert [(p.replicas[0], len(p.replicas)) for p in pipelines(job, gpu)] == [(0, 2), (2, 2)]
 
 
 @pytest.mark.parametrize(
