@@ -27,9 +27,12 @@ def dlrm_embedding(shape: RankShape, shared: bool = False) -> Block:
     tables = shape.tables
     assert tables is not None, "the rules of a job ask for tables"
     exchange, back = _exchange(shape, tables)
+    indices: Block = ()
+    if tables.num_ranks > 1 and tables.lookups:
+        indices = (Step("indices", _all_to_all(tables, tables.index_bytes, INDICES, beside=tables.pipelined)),)
     beside = [replace(step, backward=(), weight_grad=(), parameters=()) for step in _bottom(shape, tables)]
     return (
-        *_indices(shape, tables),
+        *indices,
         _lookups(shape, tables),
         Step("sums", exchange, (*back, *([Join(SUMS)] if back else []))),
         *beside,
@@ -117,7 +120,6 @@ def lookup_op(look: Lookup, *, backward: bool = False) -> Op:
 
 
 def lookup_ops(tables: RankTables) -> list[Op]:
-    """Ops of all lookups of a step."""
     own = [op for look in tables.lookups for ops in both_ways(look) for op in ops]
     return own + [op for look in _of_replicas(tables) for ops in both_ways(look) for op in ops]
 
@@ -160,12 +162,6 @@ def _all_to_all(tables: RankTables, num_bytes: int, stream: str, *, beside: bool
     if tables.hierarchical and nodes > 1 and tables.per_node > 1:
         levels = [Group(tables.per_node, tables.per_node), Group(nodes, 1)]
     return tuple([Comm(level.collective("all_to_all", num_bytes), stream, beside) for level in levels])
-
-
-def _indices(shape: RankShape, tables: RankTables) -> Block:
-    if tables.num_ranks == 1 or not tables.lookups:
-        return ()
-    return (Step("indices", _all_to_all(tables, tables.index_bytes, INDICES, beside=tables.pipelined)),)
 
 
 def _exchange(shape: RankShape, tables: RankTables) -> tuple[tuple[Item, ...], tuple[Item, ...]]:

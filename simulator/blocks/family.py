@@ -70,7 +70,6 @@ def tokens(shape: RankShape, shared: bool = False, *, again: bool = False) -> Bl
 
 
 def positions(shape: RankShape) -> Step:
-    """Add the learned positions."""
     numel = shape.local_rows * shape.model.hidden
     return Step(
         "positions",
@@ -163,7 +162,6 @@ def decoder_head(shape: RankShape, shared: bool = False) -> Block:
 
 
 def bert_layer(shape: RankShape, kind: str = "layer") -> Block:
-    """One encoder layer."""
     look = (fork(shape), *attention(shape, causal=False), residual(shape), norm(shape, "norm1", fork=False))
     return (*look, fork(shape), *mlp(shape), residual(shape), norm(shape, "norm2", fork=False))
 
@@ -198,7 +196,6 @@ def bert_head(shape: RankShape, shared: bool = False) -> Block:
 
 
 def encoder_shape(shape: RankShape) -> RankShape:
-    """The rank's shape with the encoder's tokens."""
     return replace(shape, model=replace(shape.model, seq_len=shape.model.encoder_seq_len))
 
 
@@ -210,13 +207,11 @@ def t5_kinds(model: ModelSpec) -> LayerKinds:
 
 
 def t5_boundary_bytes(shape: RankShape, layers_before: int) -> int:
-    """The activations of encoder and decoder at the end of a part."""
     rows = shape.local_rows + encoder_shape(shape).local_rows
     return rows * shape.model.hidden * shape.dtype_bytes
 
 
 def t5_layer(shape: RankShape, kind: str) -> Block:
-    """One layer of the encoder or of the decoder."""
     adds = kind in ("encoder", "decoder")
     if kind in ("decoder", "last_decoder"):
         look = (norm(shape, "norm1"), *_biased(shape, adds, causal=True), residual(shape), *_cross(shape, adds))
@@ -289,7 +284,6 @@ def t5_embedding(shape: RankShape, shared: bool = False) -> Block:
 
 
 def vit_layer(shape: RankShape, kind: str = "layer") -> Block:
-    """One encoder layer."""
     look = (norm(shape, "norm1"), *attention(shape, causal=False), residual(shape))
     return (*look, norm(shape, "norm2"), *mlp(shape), residual(shape))
 
@@ -325,14 +319,6 @@ def vit_head(shape: RankShape, shared: bool = False) -> Block:
     return (norm(shape, "final_norm", fork=False), pick, classes, loss(shape, images, model.vocab))
 
 
-def _all_alike(model: ModelSpec) -> LayerKinds:
-    return (("layer", model.layers),)
-
-
-def _one_activation(shape: RankShape, layers_before: int) -> int:
-    return shape.local_rows * shape.model.hidden * shape.dtype_bytes
-
-
 @dataclass(frozen=True)
 class Family:
     """A model family: functions that make the blocks of its parts.
@@ -351,8 +337,10 @@ class Family:
     embedding: Callable[[RankShape, bool], Block]
     layer: Callable[[RankShape, str], Block]
     head: Callable[[RankShape, bool], Block]
-    layer_kinds: Callable[[ModelSpec], LayerKinds] = _all_alike
-    boundary_bytes: Callable[[RankShape, int], int] = _one_activation
+    layer_kinds: Callable[[ModelSpec], LayerKinds] = lambda model: (("layer", model.layers),)
+    boundary_bytes: Callable[[RankShape, int], int] = lambda shape, layers_before: (
+        shape.local_rows * shape.model.hidden * shape.dtype_bytes  # one activation
+    )
 
     def __post_init__(self) -> None:
         for name, arguments in (

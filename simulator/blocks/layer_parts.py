@@ -202,11 +202,10 @@ def fork(shape: RankShape, name: str = "fork") -> Step:
 
 
 def residual(shape: RankShape) -> Step:
-    """The residual addition."""
     numel = shape.local_rows * shape.model.hidden
     forward = (shape.op("add", numel),)
     if not shape.model.dropout:
-        return Step("residual", forward=forward)
+        return Step("residual", forward)
     backward = (shape.op("dropout_backward", numel),)  # in forward it is fused with the addition (Megatron, 2021)
     return Step("residual", forward, backward, saved=(Saved(numel),))
 
@@ -230,14 +229,7 @@ def leave(shape: RankShape, *, operand: bool = False) -> tuple[Step, ...]:
 
     ``operand``: as in ``enter``, of the gradient.
     """
-    if shape.tp.size == 1:
-        return ()
-    num_bytes = _full_bytes(shape)
-    if shape.sequence_parallel:
-        scatter = shape.tp_comm("reduce_scatter", num_bytes)
-        gather = shape.tp_comm("all_gather", _operand_bytes(shape) if operand else num_bytes)
-        return (Step("tp", (scatter,), (gather,)),)
-    return (Step("tp", (shape.tp_comm("all_reduce", num_bytes),)),)
+    return tuple([Step(step.name, step.backward, step.forward) for step in enter(shape, operand=operand)])
 
 
 def entered(shape: RankShape, linear: Step) -> Block:

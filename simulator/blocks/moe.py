@@ -212,16 +212,17 @@ def experts(shape: RankShape) -> Block:
     whole_bytes = shape.rows * model.hidden * shape.dtype_bytes
     shared: Block = ()
     if model.shared_experts:
-        inside = in_module(
-            mlp(shape, model.shared_experts * model.expert_ffn, "shared_", keeps="norm2"), "shared_experts"
-        )
-        shared = (fork(shape, "shared"), *inside)
+        inside = mlp(shape, model.shared_experts * model.expert_ffn, "shared_", keeps="norm2")
+        shared = (fork(shape, "shared"), *in_module(inside, "shared_experts"))
     if _sends_once(shape):
         out: Block = _once_to_each_rank(shape, count, shared)
         first: Block = (_router(shape, count),)
     else:
-        out = (*_away_and_back(shape, count, shared), _unpermute(shape, count))
         moves = _moves(shape, count, "permute"), _moves(shape, count, "unpermute")
+        # The copies of each token are summed, weighted by their probabilities, and kept for the router's gradient.
+        copies = (Saved(count.sent * model.hidden * shape.dtype_bytes),)
+        back = Step("unpermute", moves[1], _moves(shape, count, "unpermute_backward"), saved=copies)
+        out = (*_away_and_back(shape, count, shared), back)
         first = (_router(shape, count), Step("permute", *moves, saved=(Saved(4 * count.sent),)))
     if split:
         own = Step("tp", backward=(shape.tp_comm("all_gather", whole_bytes),))
@@ -266,16 +267,6 @@ def _moves(shape: RankShape, count: Tokens, kind: str) -> tuple[Op, ...]:
     if shape.model.capacity_factor:
         return (shape.op("copy", count.sent * shape.model.hidden),)
     return (shape.op(kind, count.sent, count.routed, shape.model.hidden),)
-
-
-def _unpermute(shape: RankShape, count: Tokens) -> Step:
-    """Sum the copies of each token, weighted by their probabilities; the copies are kept for the router's gradient."""
-    return Step(
-        "unpermute",
-        _moves(shape, count, "unpermute"),
-        _moves(shape, count, "unpermute_backward"),
-        saved=(Saved(count.sent * shape.model.hidden * shape.dtype_bytes),),
-    )
 
 
 def _travels(shape: RankShape, group: Group, num_bytes: int) -> tuple[Comm, ...]:

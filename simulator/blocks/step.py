@@ -271,7 +271,6 @@ class RankShape:
         return Op(kind, dims, self.dtype)
 
     def main_op(self, kind: str, *dims: int) -> Op:
-        """An op in the main type."""
         return Op(kind, dims, self.kernels.main_dtype)
 
     def gemm(self, kind: str, *dims: int) -> Op:

@@ -255,7 +255,6 @@ def _run_segment(
     streams: StreamSeconds,
     outside: OutsideEvents | None,
 ) -> None:
-    """Process all events of one segment, from the given clocks on."""
     events, sent, launches, share = segments.events, segments.sent, segments.launches, segments.compute_share[at]
     begin, first_passage, first_sent = segments.places[at, 0], segments.places[at, 2], segments.places[at, 3]
     now, finish, now_outside, finish_outside = clocks

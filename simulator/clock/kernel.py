@@ -91,7 +91,6 @@ class Log(NamedTuple):
 
 
 def new_log(num_actions: int, num_messages: int, num_clocks: int) -> Log:
-    """An empty log."""
     start, finish = np.empty((2, num_actions, num_clocks))
     cause = np.empty((num_actions, num_clocks), dtype=np.int8)
     message_start, message_finish = np.empty((2, num_messages))
@@ -249,7 +248,6 @@ def _run_periods(entries: Entries, durations: Durations, state: State, outside: 
 
 
 def _note_clocks(state: State) -> None:
-    """Store the clocks for the comparison with the next period."""
     for rank in range(len(state.clocks)):
         for clock in range(state.clocks.shape[1]):
             state.before[rank, clock] = state.clocks[rank, clock]

@@ -57,7 +57,6 @@ class Track:
 
     @cached_property
     def unsigned(self) -> Entries:
-        """``entries.unsigned()``, cached."""
         return self.entries.unsigned()
 
     @property

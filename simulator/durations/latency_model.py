@@ -74,7 +74,6 @@ def host_times(latency: LatencyModel) -> HostTimes | None:
 
 
 def launch_calls_of(job: Job) -> LaunchCalls:
-    """The host's software of a job."""
     return LaunchCalls(job.execution.op_calls, job.execution.dispatch_calls)
 
 

@@ -125,7 +125,6 @@ class Timer:
         return np.array(found, dtype=np.float64)
 
     def _ask(self, works: Sequence[Work]) -> dict[Work, float]:
-        """Seconds of signatures from the latency model."""
         ops = [work for work in works if isinstance(work, Op)]
         collectives = [work for work in works if isinstance(work, Collective)]
         of_ops = self.latency.op_seconds(ops).tolist() if ops else []
@@ -133,7 +132,6 @@ class Timer:
         return dict(zip([*ops, *collectives], seconds, strict=True))
 
     def segment(self, segment: Segment, slowdown: Slowdown = AS_IT_IS) -> SegmentTime:
-        """A segment's paths."""
         known = self._segments.get((segment, slowdown))
         if known is None:
             known = (self._in_context if self.latency.knows_context else self._by_events)(segment, slowdown)
@@ -180,7 +178,6 @@ class Timer:
         return slowed
 
     def passage(self, passage: BlockPass, slowdown: Slowdown = AS_IT_IS) -> BlockPassTime:
-        """The paths of a passage."""
         known = self._passages.get((passage, slowdown))
         if known is None:
             seconds = self._slowed(passage.works, slowdown)[passage.work] * passage.share

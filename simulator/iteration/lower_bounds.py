@@ -191,7 +191,6 @@ class Sharing(NamedTuple):
 
     @property
     def fully(self) -> bool:
-        """Whether parameters are sharded (FSDP)."""
         return self.job.parallel.zero_stage == 3 and self.groups.shard.size > 1
 
 

@@ -101,7 +101,6 @@ def simulate(job: Job, latency: LatencyModel) -> Simulation:
 def simulate_lowered(
     job: Job, lowered: Lowered, timer: Timer, hardware: Hardware, pipelines: tuple[Pipeline, ...]
 ) -> Simulation:
-    """Simulate a lowered job."""
     each = timer.work_seconds(lowered.messages)
     message_seconds = each[lowered.message] if len(each) != 1 else np.full(len(lowered.message), each[0])
     host = (hardware.host_action_s, hardware.host_message_s) if job.parallel.pp > 1 else (0.0, 0.0)
@@ -132,7 +131,8 @@ def _pass(
         slowdowns = tuple(conditions[pair % len(conditions)] for pair in pairs.tolist())
         found = zip(segments.tolist(), slowdowns, strict=True)
         transition = np.array([segment_paths(timer.segment(lowered.segments[at], slow), carried) for at, slow in found])
-    seconds = message_seconds if pipeline.is_plain else message_seconds * pipeline.message_factors(lowered)
+    plain = all(link == 1.0 for link in pipeline.links)
+    seconds = message_seconds if plain else message_seconds * pipeline.message_factors(lowered)
     clocks = track_clocks(track, rows, transition, seconds, *host)
     return PipelineRun(pipeline, lowered, segments, slowdowns, rows, transition, seconds, host, clocks)
 
@@ -303,16 +303,7 @@ def simulate_many(jobs: Sequence[Job], latency: LatencyModel, unmeasured: Unmeas
     """
     times = Times(np.empty(len(jobs)), np.zeros(len(jobs)))
     lowered = [lower(job, latency.hardware) for job in jobs]
-    _ask_works(lowered, latency)
-    for carried in (False, True):
-        own = [index for index, low in enumerate(lowered) if (low.num_stages == 1) == carried]
-        if own:
-            _simulate([lowered[index] for index in own], own, latency, unmeasured, times)
-    return times
-
-
-def _ask_works(lowered: list[Lowered], latency: LatencyModel) -> None:
-    """Request every op and collective in one list: latency models answer long lists faster than several short ones."""
+    # Every op and collective is requested in one list: latency models answer it faster than several short ones.
     works = {id(low.segments): low for low in lowered}.values()
     segments = dict.fromkeys([segment for low in works for segment in low.segments])
     passages = dict.fromkeys([passage for segment in segments for passage in segment.passages])
@@ -320,6 +311,11 @@ def _ask_works(lowered: list[Lowered], latency: LatencyModel) -> None:
     asked.update(dict.fromkeys({id(work): work for segment in segments for work in segment.sent}.values()))
     asked.update(dict.fromkeys([message for low in works for message in low.messages]))
     timer_of(latency).work_seconds(list(asked))
+    for carried in (False, True):
+        own = [index for index, low in enumerate(lowered) if (low.num_stages == 1) == carried]
+        if own:
+            _simulate([lowered[index] for index in own], own, latency, unmeasured, times)
+    return times
 
 
 def _simulate(

@@ -36,11 +36,6 @@ class Pipeline:
     links: tuple[float, ...]  # how much slower the messages of each stage's ranks are, where they leave a node
     replicas: tuple[int, ...] = (0,)  # numbers of those that are alike
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether no message is slowed down."""
-        return all(link == 1.0 for link in self.links)
-
     def message_factors(self, lowered: Lowered) -> Floats:
         """Slowdown of each message of the track, shape ``(num_messages,)``."""
         links, track = np.array(self.links), lowered.track
@@ -240,8 +235,8 @@ class SimulatedIteration:
 
     def count_works(self) -> Floats:
         """``op_counts`` as an array over ``lowered.all_works``, zeros included."""
-        counts = np.zeros(len(self.lowered.all_works))
-        index = self.lowered.work_index
+        index = {work: at for at, work in enumerate(self.lowered.all_works)}
+        counts = np.zeros(len(index))
         for segment, condition, uses in self.segment_uses():
             times, graph = self.ops_of(segment, condition), self.lowered.segments[segment].graph
             works = self.lowered.segments[segment].works
@@ -255,7 +250,6 @@ class SimulatedIteration:
         return counts
 
     def ops_of(self, segment: int, condition: Slowdown) -> OpTimes:
-        """A segment of the job at op level."""
         return self.timer.ops(self.lowered.segments[segment], condition, carried=self.carried)
 
     @cached_property

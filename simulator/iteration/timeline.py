@@ -209,7 +209,7 @@ def num_kernels(simulation: SimulatedIteration) -> list[int]:
     """Kernels in the trace of each stage of the first pipeline, messages not counted."""
     low, pipeline_run = simulation.lowered, simulation.pipeline_runs[0]
     nodes = np.array([len(segment.graph.work) for segment in low.segments])
-    counts = nodes[low.optimizer[: low.num_stages]]
+    counts = nodes[low.optimizer]
     np.add.at(counts, low.track.stage, nodes[pipeline_run.segments[pipeline_run.rows]])
     return [int(count) for count in counts]
 

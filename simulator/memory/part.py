@@ -55,7 +55,6 @@ class BlockMemory:
 
 @cached(4096)
 def layer_memory(shape: RankShape, kind: str, recompute: str, gradients: Gradients) -> BlockMemory:
-    """Memory of a layer."""
     passes = find_family(shape.model.family).boundary_bytes(shape, 0)
     return block_memory(layer_block(shape, kind), recompute, passes, passes, gradients)
 
@@ -88,7 +87,9 @@ def block_memory(
         live.append(before + (sum(core) if step.attention_core else 0.0))
     kept = before
     if recompute == "full":
-        kept = input_bytes + sum(_output_bytes(step) for step in block if step.output_kept)
+        # what linears return, in 16 bits or more; the product for a linear's weights says how large it is
+        outputs = [op for step in block if step.output_kept for op in _products(step)]
+        kept = input_bytes + sum(float(op.dims[-3] * op.dims[-2] * max(DTYPE_BYTES[op.dtype], 2)) for op in outputs)
         forward = kept + max(work, default=0.0)
     grown, made, backward, first = 0.0, 0.0, 0.0, 0.0
     for step, there, needs in zip(reversed(block), reversed(live), reversed(work), strict=True):
@@ -113,11 +114,6 @@ def block_memory(
         backward_first=first,
         output=saved[-1] if saved else 0.0,
     )
-
-
-def _output_bytes(step: Step) -> float:
-    """Bytes of what a linear returns, in 16 bits or more; the product for its weights says how large it is."""
-    return sum(float(op.dims[-3] * op.dims[-2] * max(DTYPE_BYTES[op.dtype], 2)) for op in _products(step))
 
 
 def _saved(block: Block) -> list[float]:
@@ -212,7 +208,6 @@ class _Run:
 
 @cached(4096)
 def part_memory(shape: RankShape, part: PartShape, execution: PartExecution) -> BlockMemory:
-    """Memory of one part of the model."""
     runs = _runs(shape, part, execution)
     layers = [run for run in runs if not run.root]
     resident = max((float(run.block.numel * execution.placeholder_bytes) for run in layers), default=0.0)

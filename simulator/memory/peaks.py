@@ -77,7 +77,6 @@ def find_peaks(schedule: Schedule, bytes_of: Floats) -> Floats:
 def _run_actions(
     bounds: NDArray[np.int64], rows: Ints, bytes_of: Floats, ran: NDArray[np.bool_], moments: Floats
 ) -> None:
-    """Walk the actions of every stage in order."""
     came, seen = ran[0], ran[1]
     for stage in range(len(bounds) - 1):
         kept, grown, flying, gathered = 0.0, 0.0, 0, 0.0

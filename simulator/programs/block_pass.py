@@ -42,7 +42,6 @@ class Issue:
         return self._builder.build()
 
     def add(self, item: Item, name: str) -> None:
-        """One item of a step."""
         if isinstance(item, Op):
             self._last = self._node(item, "compute", name, self._awaited)
             self._awaited = []
@@ -107,7 +106,6 @@ class Issue:
 
 
 def issue(items: Iterable[tuple[Item, str]]) -> Program:
-    """Items with their names as a program of their own."""
     one = Issue()
     for item, name in items:
         one.add(item, name)
@@ -131,7 +129,6 @@ class BlockPass:
 
     @cached_property
     def program(self) -> Program:
-        """The items as nodes."""
         return issue(self.items)
 
     @cached_property
@@ -193,7 +190,8 @@ class BlockPass:
     @cached_property
     def beside(self) -> NDArray[np.bool_]:
         """Whether each node overlaps with the computation, shape ``(num_nodes,)``."""
-        return np.array([_is_beside(node) for node in self.nodes], dtype=np.bool_)
+        beside = [isinstance(n, OverlappedOp) or (isinstance(n, Comm) and n.beside) for n in self.nodes]
+        return np.array(beside, dtype=np.bool_)
 
     @cached_property
     def serial(self) -> bool:
@@ -211,10 +209,6 @@ class BlockPass:
 
 def _work_of(node: Op | Comm | OverlappedOp | LostTime) -> Work:
     return node if isinstance(node, Op) else node.work
-
-
-def _is_beside(node: Item) -> bool:
-    return isinstance(node, OverlappedOp) or (isinstance(node, Comm) and node.beside)
 
 
 def dependencies(program: Program) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

@@ -85,12 +85,10 @@ class Lowered:
 
     @property
     def num_micro_batches(self) -> int:
-        """Per replica."""
         return self.track.schedule.num_micro_batches
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
-        """Programs of ``segments``."""
         return tuple(segment.program for segment in self.segments)
 
     @cached_property
@@ -98,11 +96,6 @@ class Lowered:
         """Distinct ops, then distinct collectives, messages included."""
         seen = dict.fromkeys([*(work for segment in self.segments for work in segment.works), *self.messages])
         return tuple(sorted(seen, key=lambda work: isinstance(work, Collective)))
-
-    @cached_property
-    def work_index(self) -> dict[Op | Collective, int]:
-        """Position of each signature in ``all_works``."""
-        return {work: index for index, work in enumerate(self.all_works)}
 
     def program(self, label: str, stage: int = 0, micro_batch: int = 0) -> Program:
         """Segments that a stage runs for a micro-batch (``optimizer`` does not depend on the micro-batch)."""
@@ -375,7 +368,6 @@ _FOREACH = ("add", "elementwise", "add", "elementwise", "elementwise", "elementw
 
 
 def _step(builder: SegmentBuilder, shape: RankShape, habits: OptimizerHabits, numel: int, tensors: int) -> None:
-    """The optimizer's step of some elements, and the cast of the result."""
     if habits.form == "host":
         builder.items([shape.main_op("to_host", numel), shape.main_op("adamw_host", numel, tensors)], "adamw")
         builder.items([shape.op("from_host", numel)], "adamw")
@@ -408,7 +400,6 @@ def _elements(tensors: HashedTuple[_Tensors], shards: tuple[int, int], *, replic
 
 @cached(4096)
 def _tensors_of(shape: RankShape, parts: Parts) -> HashedTuple[_Tensors]:
-    """Distinct parameter tensors of some parts."""
     found: dict[tuple[int, bool, bool], int] = {}
     for unit in [unit for part in parts for unit in part_units(shape, part)]:
         for step in unit.block:

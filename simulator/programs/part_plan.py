@@ -54,7 +54,6 @@ class _Gathers:
         self._flying: list[tuple[int, ...]] = []  # events of gathers whose unit has not been used yet
 
     def ask(self) -> None:
-        """Start the all-gathers of the next units."""
         while self._asked < len(self._units) and len(self._flying) < self._ahead:
             self._issue()
 
@@ -210,7 +209,6 @@ def _run_gathered(builder: SegmentBuilder, units: Patterns, replicas: Replicas, 
 def _reduce_unit(
     builder: SegmentBuilder, replicas: Replicas, unit: int, tensors: Sequence[int], how: tuple[int, bool]
 ) -> None:
-    """Reduce the gradients of a unit."""
     number, accumulate = how
     for expert in (False, True):
         if not tensors[expert]:
@@ -368,16 +366,13 @@ def bucket_rows(places: Longs, cuts: Longs, works: Longs, names: int, rows: NDAr
             if stop == nodes:
                 until, stop = until + 1, 0
             if node > 0 and turn < until:
-                _put(rows, at, (RUN, passage, node, nodes, 1, name, newest - turn, -1))
-                at += 1
+                at = _put(rows, at, (RUN, passage, node, nodes, 1, name, newest - turn, -1))
                 turn, node = turn + 1, 0
             if turn < until:
-                _put(rows, at, (RUN, passage, 0, nodes, until - turn, name, newest - turn, -1))
-                at += 1
+                at = _put(rows, at, (RUN, passage, 0, nodes, until - turn, name, newest - turn, -1))
                 turn = until
             if stop > node:
-                _put(rows, at, (RUN, passage, node, stop, 1, name, newest - turn, -1))
-                at += 1
+                at = _put(rows, at, (RUN, passage, node, stop, 1, name, newest - turn, -1))
                 node = stop
             if not here:
                 break
@@ -387,15 +382,15 @@ def bucket_rows(places: Longs, cuts: Longs, works: Longs, names: int, rows: NDAr
                 if works[cuts[cut, 3], which] >= 0:
                     clock = SECOND if which == 1 or expert == 1 else DATA
                     work, name_at = works[cuts[cut, 3], which], names + expert
-                    _put(rows, at, (SEND, work, clock, sent, 0, name_at, numbers[expert], 0))
-                    sent = at
-                    at += 1
+                    follows, sent = sent, at
+                    at = _put(rows, at, (SEND, work, clock, follows, 0, name_at, numbers[expert], 0))
             numbers[expert] += 1
             cut += 1
     count[0] = at
 
 
-def _put(rows: NDArray[np.int32], at: int, columns: tuple[int, ...]) -> None:
-    """Fill in one row with a loop: numba takes seconds to compile the assignment of an array to a row."""
+def _put(rows: NDArray[np.int32], at: int, columns: tuple[int, ...]) -> int:
+    """Fill in one row, and return the place of the next; a loop, as numba takes seconds to compile an assignment."""
     for column in range(len(columns)):
         rows[at, column] = columns[column]
+    return at + 1

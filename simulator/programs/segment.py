@@ -65,7 +65,6 @@ class Segment:
 
     @cached_property
     def graph(self) -> OpGraph:
-        """``program`` as arrays."""
         return _graph(self.works, *self._written)
 
     @cached_property
@@ -181,7 +180,6 @@ class SegmentBuilder:
         return self._add(BLOCK, work, (clock, 0, 0), name, number)
 
     def wait(self, event: int) -> None:
-        """Make the computation wait for a message."""
         self._rows.append((WAIT, event, 0, 0, 0, self._names.setdefault("", len(self._names)), 0, 0))
 
     def repeat(self, since: int, times: int, step: int) -> int:

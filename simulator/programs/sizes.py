@@ -54,7 +54,6 @@ class Layout:
         return dict(self.axes)[axis]
 
     def group(self, *axes: str) -> Group:
-        """The group along one or several axes."""
         named = [(self.stride(name), size) for name, size in self.axes if name in axes and size > 1]
         return self.strided(_joined(named))
 
@@ -97,7 +96,6 @@ class Layout:
         return _neighbours(self, min(stage, other), abs(other - stage) * self.stride("pp"))
 
     def coordinates(self, axis: str) -> NDArray[np.int64]:
-        """Place of each rank along an axis, shape ``(num_ranks,)``."""
         return np.arange(self.num_ranks, dtype=np.int64) // self.stride(axis) % self.size(axis)
 
     def ranks_of_stage(self, stage: int) -> NDArray[np.int64]:
@@ -118,7 +116,6 @@ class Layout:
 
 
 def layout_of(job: Job) -> Layout:
-    """The layout of a job."""
     p = job.parallel
     return _layout(p.order, (p.tp, p.cp, p.dp, p.pp), job.cluster.devices_per_node)
 

@@ -191,7 +191,6 @@ _call = cached(4096)(Call)  # equal calls are one object, because they are keys 
 
 @cached(8192)
 def part_segments(shape: RankShape, part: PartShape, calls: HashedTuple[Call]) -> tuple[Segment, ...]:
-    """Make the segments of a part for each of some passes."""
     return tuple([_segment(shape, part, call) for call in calls])
 
 

@@ -76,7 +76,14 @@ def order_actions(schedule: Schedule) -> Order:
     kind, micro_batch = np.ascontiguousarray(rows[:, 0]), np.ascontiguousarray(rows[:, 1])
     part = part_of[stage, rows[:, 2]]
     index = _index(schedule, kind, micro_batch, part)
-    source, own = _requirements(schedule, kind, micro_batch, part, index)
+    # Actions whose results each action needs, from another part and from its own; -1 if none.
+    forward, backward = index[FORWARD], np.maximum(index[BACKWARD], index[BACKWARD_INPUT])
+    needs = np.full((2, *index.shape), -1, dtype=np.int32)
+    needs[0, FORWARD, 1:] = forward[:-1]
+    needs[0, BACKWARD, :-1] = needs[0, BACKWARD_INPUT, :-1] = backward[1:]
+    needs[1, BACKWARD] = needs[1, BACKWARD_INPUT] = forward
+    needs[1, BACKWARD_WEIGHT] = backward
+    source, own = needs[:, kind, part, micro_batch]
     first = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     order = np.full(len(rows), -1, dtype=np.int32)
     position = np.full(len(rows), -1, dtype=np.int32)
@@ -124,19 +131,6 @@ def _index(schedule: Schedule, kind: Ints, micro_batch: Ints, part: Ints) -> Int
             f"got {seen} for part {where[0]}, micro-batch {where[1]}"
         )
     return index
-
-
-def _requirements(schedule: Schedule, kind: Ints, micro_batch: Ints, part: Ints, index: Ints) -> tuple[Ints, Ints]:
-    """Indices of the actions whose results an action needs: from another part, and from its own; -1 if none."""
-    parts = schedule.num_parts
-    forward = index[FORWARD]
-    backward = np.maximum(index[BACKWARD], index[BACKWARD_INPUT])
-    table = np.full((2, 4, parts, schedule.num_micro_batches), -1, dtype=np.int32)
-    table[0, FORWARD, 1:] = forward[:-1]
-    table[0, BACKWARD, :-1] = table[0, BACKWARD_INPUT, :-1] = backward[1:]
-    table[1, BACKWARD] = table[1, BACKWARD_INPUT] = forward
-    table[1, BACKWARD_WEIGHT] = backward
-    return table[0, kind, part, micro_batch], table[1, kind, part, micro_batch]
 
 
 @compiled
