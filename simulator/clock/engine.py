@@ -190,24 +190,14 @@ class OutsideEvents(NamedTuple):
     ends: Floats
 
 
-class _Clocks(NamedTuple):
-    """The state of a walk over the events of a segment, from all starts at once: the clocks, shape
-    ``(num_starts, HOST + 1)``; the end of each sent event, shape ``(num_events, num_starts)``; their parts outside.
-    """
-
-    now: Floats
-    finish: Floats
-    now_outside: Floats
-    finish_outside: Floats
+# The state of a walk over the events of a segment, from all starts at once: the clocks, shape ``(num_starts, HOST +
+# 1)``; the end of each sent event, shape ``(num_events, num_starts)``; the parts outside of both.
+_Clocks = tuple[Floats, Floats, Floats, Floats]
 
 
 @compiled
 def run_events(
-    segments: SegmentList,
-    passages: BlockPassTable,
-    streams: StreamSeconds,
-    outside: OutsideEvents | None,
-    ends: Floats,
+    segments: SegmentList, passages: BlockPassTable, streams: StreamSeconds, outside: OutsideEvents | None, ends: Floats
 ) -> None:
     """Find the longest paths through segments' events from each of the starts to each clock.
 
@@ -231,7 +221,7 @@ def run_events(
         for start in range(starts):
             for clock in range(HOST + 1):
                 now[start, clock], now_outside[start, clock] = STARTS[start, clock], 0.0
-        _run_segment(segments, at, passages, _Clocks(now, finish, now_outside, finish_outside), streams, outside)
+        _run_segment(segments, at, passages, (now, finish, now_outside, finish_outside), streams, outside)
         if segments.places[at, 4] != 0:
             _join(now, now_outside)
 

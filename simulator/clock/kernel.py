@@ -190,11 +190,7 @@ run_entries = compiled(advance)
 
 @compiled
 def run_periods(
-    entries: Entries,
-    durations: Durations,
-    clocks: tuple[Floats, Floats],
-    outside: RunDurations | None,
-    steady: Steady,
+    entries: Entries, durations: Durations, clocks: tuple[Floats, Floats], outside: RunDurations | None, steady: Steady
 ) -> None:
     """Process all entries of several runs that differ only in durations; skip periods that repeat the one before.
 

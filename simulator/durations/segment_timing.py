@@ -138,6 +138,10 @@ class Timer:
             self._segments[segment, slowdown] = known
         return known
 
+    def paths(self, segment: Segment, slowdown: Slowdown, *, carried: bool) -> Floats:
+        """Longest paths through a segment; ``carried``: with the host's own clock."""
+        return self.segment(segment, slowdown).carried if carried else self.segment(segment, slowdown).transition
+
     def ops(self, segment: Segment, slowdown: Slowdown = AS_IT_IS, *, carried: bool = False) -> OpTimes:
         """A segment at op level; ``carried``: with the host's own clock."""
         known = self._ops.get((segment, slowdown, carried))

@@ -51,7 +51,6 @@ from stepsight.simulator.iteration.simulated_iteration import (
     distinct_pipelines,
     enter_optimizers,
     last_steps,
-    segment_paths,
 )
 from stepsight.simulator.iteration.timeline import timeline_json
 from stepsight.simulator.memory import Memory as Memory
@@ -122,7 +121,7 @@ def _pass(
     carried = lowered.num_stages == 1
     if len(conditions) == 1:
         segments, slowdowns, rows = lowered.table, conditions, lowered.place
-        distinct = [segment_paths(timer.segment(segment, conditions[0]), carried) for segment in lowered.segments]
+        distinct = [timer.paths(segment, conditions[0], carried=carried) for segment in lowered.segments]
         transition = np.array(distinct)[segments]
     else:
         place = np.array([conditions.index(slowdown) for slowdown in pipeline.slowdowns])
@@ -130,7 +129,7 @@ def _pass(
         segments, rows = (pairs // len(conditions)).astype(np.int32), inverse.astype(np.int32)
         slowdowns = tuple(conditions[pair % len(conditions)] for pair in pairs.tolist())
         found = zip(segments.tolist(), slowdowns, strict=True)
-        transition = np.array([segment_paths(timer.segment(lowered.segments[at], slow), carried) for at, slow in found])
+        transition = np.array([timer.paths(lowered.segments[at], slow, carried=carried) for at, slow in found])
     plain = all(link == 1.0 for link in pipeline.links)
     seconds = message_seconds if plain else message_seconds * pipeline.message_factors(lowered)
     clocks = track_clocks(track, rows, transition, seconds, *host)

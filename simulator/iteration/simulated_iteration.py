@@ -23,7 +23,7 @@ from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.clock.engine import HOST, NUM_CLOCKS, Floats, Ints, add_path
 from stepsight.simulator.clock.track import TrackRun, path_uses, run_track
 from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLatency, preset_latency
-from stepsight.simulator.durations.segment_timing import AS_IT_IS, OpTimes, SegmentTime, Slowdown, Timer
+from stepsight.simulator.durations.segment_timing import AS_IT_IS, OpTimes, Slowdown, Timer
 from stepsight.simulator.programs.lower import Lowered
 from stepsight.simulator.programs.sizes import REPLICAS, Layout, layout_of
 
@@ -298,12 +298,7 @@ class SimulatedIteration:
         conditions = {run.condition(0) for run in self.pipeline_runs if len(run.slowdowns) == 1}
         if len(self.pipeline_runs) == len(conditions) == 1:  # optimizers are numbered one after the other
             first, condition = int(low.optimizer.min()), conditions.pop()
-            distinct = [segment_paths(timer.segment(s, condition), carried) for s in low.segments[first:]]
+            distinct = [timer.paths(segment, condition, carried=carried) for segment in low.segments[first:]]
             return np.array(distinct)[low.optimizer - first]
         keys = [(at, self.optimizer_condition(stage)) for stage, at in enumerate(low.optimizer.tolist())]
-        return np.array([segment_paths(timer.segment(low.segments[at], own), carried) for at, own in keys])
-
-
-def segment_paths(time: SegmentTime, carried: bool) -> Floats:
-    """Longest paths through a segment, with or without the host's clock."""
-    return time.carried if carried else time.transition
+        return np.array([timer.paths(low.segments[at], own, carried=carried) for at, own in keys])

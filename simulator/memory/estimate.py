@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,13 +30,7 @@ from stepsight.simulator.memory.peaks import (
     schedule_bytes,
     states_of,
 )
-from stepsight.simulator.programs.sizes import (
-    Parts,
-    groups_of,
-    layout_of,
-    part_shapes,
-    rank_shape,
-)
+from stepsight.simulator.programs.sizes import Parts, groups_of, layout_of, part_shapes, rank_shape
 from stepsight.simulator.schedules import Schedule, schedule_of
 
 
@@ -245,20 +239,7 @@ def estimate_memory(job: Job, hardware: Hardware) -> Memory:
     return Memory(bytes_of, flying, moments, devices, job, hardware)
 
 
-def _asked(job: Job, hardware: Hardware) -> _Asked:
-    p, semantics = job.parallel, semantics_of(job, hardware.kind)
-    return _Asked(
-        rank_shape(job, semantics=semantics),
-        part_shapes(job),
-        states_of(p, semantics, job.batch.dtype, groups_of(job)),
-        schedule_of(p.schedule, p.pp, job.num_micro_batches, p.virtual_stages, job.batch.flushes),
-        semantics.overlap.runtime == "torch",
-        (hardware.reserved_bytes, hardware.fragmentation, hardware.memory_bytes),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
+class _Asked(NamedTuple):
     """Everything that the memory of the stages depends on."""
 
     shape: RankShape
@@ -267,6 +248,15 @@ class _Asked:
     schedule: Schedule
     torch_runtime: bool
     reserve: tuple[float, float, float]  # bytes, slack as a part of what is allocated and freed, the device's bytes
+
+
+def _asked(job: Job, hardware: Hardware) -> _Asked:
+    p, semantics = job.parallel, semantics_of(job, hardware.kind)
+    states = states_of(p, semantics, job.batch.dtype, groups_of(job))
+    schedule = schedule_of(p.schedule, p.pp, job.num_micro_batches, p.virtual_stages, job.batch.flushes)
+    reserve = hardware.reserved_bytes, hardware.fragmentation, hardware.memory_bytes
+    shape, torch_runtime = rank_shape(job, semantics=semantics), semantics.overlap.runtime == "torch"
+    return _Asked(shape, part_shapes(job), states, schedule, torch_runtime, reserve)
 
 
 def estimate_moments(job: Job, hardware: Hardware) -> tuple[Floats, ...]:
@@ -280,56 +270,51 @@ def estimate_moments(job: Job, hardware: Hardware) -> tuple[Floats, ...]:
         For each stage an array of shape ``(num_actions + 1,)``; its maximum is the stage's ``StageMemory.total``.
     """
     asked = _asked(job, hardware)
-    states = asked.states
-    schedule, bytes_of, (parameters, gradients, optimizer, workspace), passing = _held(asked)
+    bytes_of, (parameters, gradients, optimizer, workspace), passing = _held(asked)
     reserved_bytes, fragmentation, memory_bytes = asked.reserve
     stays = parameters + optimizer + reserved_bytes
-    frees = _frees_gradients(states)
+    frees = _frees_gradients(asked.states)
     found = []
-    for at, actions in enumerate(find_moments(schedule, bytes_of)):
+    for at, actions in enumerate(find_moments(asked.schedule, bytes_of)):
         freed = np.append(actions[:, MOMENT] + passing[at], workspace[at] + (gradients[at] if frees else 0.0))
         held = stays[at] + (0.0 if frees else gradients[at])
         found.append(held + freed + np.minimum(fragmentation * freed, _room_left(memory_bytes - held - freed)))
     return tuple(found)
 
 
-def _held(asked: _Asked) -> tuple[Schedule, Floats, Floats, Floats]:
-    """The schedule; the bytes of its passes, as ``find_peaks`` takes them; bytes of states and of the optimizer's
+def _held(asked: _Asked) -> tuple[Floats, Floats, Floats]:
+    """The bytes of a schedule's passes, as ``find_peaks`` takes them; bytes of states and of the optimizer's
     workspace, shape ``(4, num_stages)``; and of messages and buckets, shape ``(num_stages,)``.
     """
-    schedule, states = asked.schedule, asked.states
-    places = places_of(asked.shape, asked.parts)
-    parts = [part_memory(asked.shape, place.part, states.execution) for place in places[0]]
-    bytes_of, messages = schedule_bytes(asked.shape, schedule, places, parts, torch_runtime=asked.torch_runtime)
+    shape, states, schedule = asked.shape, asked.states, asked.schedule
+    places = places_of(shape, asked.parts)
+    parts = [part_memory(shape, place.part, states.execution) for place in places[0]]
+    bytes_of, messages = schedule_bytes(shape, schedule, places, parts, torch_runtime=asked.torch_runtime)
     numel = np.zeros((schedule.num_stages, 2))
     sizes = np.array([(part.numel, part.expert_numel) for part in parts], dtype=np.float64)
     np.add.at(numel, schedule.placement[:, 0], sizes[places[1]])
     held = np.array([states.parameters, states.gradients, states.optimizer, states.workspace]) @ numel.T
     held[3] += np.minimum(states.flat_bytes, held[1])
-    if asked.shape.tables is not None:
-        held[[0, 2], 0] += asked.shape.tables.parameter_bytes, asked.shape.tables.state_bytes
-    buckets = np.minimum(states.bucket_bytes, float(asked.shape.main_bytes) * numel.sum(axis=1))
-    return schedule, bytes_of, held, messages + buckets
+    if shape.tables is not None:
+        held[[0, 2], 0] += shape.tables.parameter_bytes, shape.tables.state_bytes
+    return bytes_of, held, messages + np.minimum(states.bucket_bytes, float(shape.main_bytes) * numel.sum(axis=1))
 
 
 @cached(4096)
 def _stages(asked: _Asked) -> tuple[Floats, Floats, Floats]:
     """The first three fields of ``Memory``."""
-    states = asked.states
-    schedule, bytes_of, (parameters, gradients, optimizer, workspace), passing = _held(asked)
-    peak = find_peaks(schedule, bytes_of)
-    there = peak[:, GRADIENTS] if _frees_gradients(states) else gradients
+    frees = _frees_gradients(asked.states)
+    bytes_of, (parameters, gradients, optimizer, workspace), passing = _held(asked)
+    peak = find_peaks(asked.schedule, bytes_of)
+    there = peak[:, GRADIENTS] if frees else gradients
     moment = peak[:, MOMENT] - peak[:, GRADIENTS] + passing
     reserved_bytes, fragmentation, memory_bytes = asked.reserve
     more = 1.0 + fragmentation
-    own = more if _frees_gradients(states) else 1.0
+    own = more if frees else 1.0
     steps = own * gradients + more * workspace > own * there + more * moment  # at the peak of the optimizer's step
-    out = np.empty((schedule.num_stages, 6))
-    out[:, 0], out[:, 2] = parameters, optimizer
-    out[:, 1] = np.where(steps, gradients, there)
-    out[:, 3] = np.where(steps, 0.0, peak[:, ACTIVATIONS])
-    out[:, 4] = np.where(steps, workspace, moment - peak[:, ACTIVATIONS])
-    out[:, 5] = _reserved(out, states, reserved_bytes, fragmentation, memory_bytes)
+    held = parameters, np.where(steps, gradients, there), optimizer, np.where(steps, 0.0, peak[:, ACTIVATIONS])
+    out = np.stack([*held, np.where(steps, workspace, moment - peak[:, ACTIVATIONS]), np.zeros(len(peak))], axis=1)
+    out[:, 5] = _reserved(out, asked.states, reserved_bytes, fragmentation, memory_bytes)
     out.flags.writeable = False  # shared by all equal jobs
     return out, np.where(steps, 0, peak[:, FLYING]), np.where(steps, len(MOMENTS) - 1, peak[:, ACTION])
 

@@ -27,13 +27,7 @@ from stepsight.simulator.clock.track import FIRST, LAST, Track, find_track
 from stepsight.simulator.programs.block_pass import BACKWARD as WHOLE
 from stepsight.simulator.programs.block_pass import FORWARD as FORWARDS
 from stepsight.simulator.programs.block_pass import INPUT, WEIGHT
-from stepsight.simulator.programs.replicas import (
-    BUCKET_NAMES,
-    Replicas,
-    bucket_works,
-    reduce_gradients,
-    replicas_of,
-)
+from stepsight.simulator.programs.replicas import BUCKET_NAMES, Replicas, bucket_works, reduce_gradients, replicas_of
 from stepsight.simulator.programs.segment import Segment, SegmentBuilder
 from stepsight.simulator.programs.sizes import (
     Groups,

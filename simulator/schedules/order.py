@@ -90,7 +90,7 @@ def order_actions(schedule: Schedule) -> Order:
     _sweep(first, source, own, order, position)
     alone = Order(stage, kind, micro_batch, part, source, own, first, np.arange(len(rows), dtype=np.int32))
     if len(order) and order[-1] < 0:
-        raise JobError("a schedule must not deadlock, got: " + _deadlock(alone, position))
+        raise JobError(waiting(alone, position >= 0, (source, own)))
     source, own = (np.where(index >= 0, position[index], -1) for index in (source[order], own[order]))
     return Order(stage[order], kind[order], micro_batch[order], part[order], source, own, first, position)
 
@@ -157,17 +157,20 @@ def _sweep(first: Ints, source: Ints, own: Ints, order: Ints, position: Ints) ->
                 pointer[stage] = at
 
 
-def _deadlock(order: Order, position: NDArray[np.int32]) -> str:
+def waiting(order: Order, done: NDArray[np.bool_], needs: Sequence[Ints], fused: Sequence[bool] = ()) -> str:
+    """Say which stages wait for what.
+
+    ``needs``: actions that each one waits for, -1 if none; ``fused``: as in ``Schedule``, stage after stage.
+    """
     waits = []
     for stage in range(len(order.first) - 1):
-        own = np.arange(order.first[stage], order.first[stage + 1])
-        stuck = own[position[own] < 0]
-        if len(stuck):
-            at = int(stuck[0])
-            missing = [need for need in (int(order.source[at]), int(order.own[at])) if need >= 0 > position[need]]
-            names = " and ".join(order.name(need) for need in missing)
-            waits.append(f"stage {stage} at {order.name(at)} waits for {names}")
-    return "; ".join(waits)
+        places = np.arange(order.first[stage], order.first[stage + 1])
+        left = places[~done[order.by_stage[places]]]
+        for at in order.by_stage[left[: 2 if len(fused) and len(left) and fused[left[0]] else 1]].tolist():
+            names = " and ".join(order.name(need[at]) for need in needs if need[at] >= 0 and not done[need[at]])
+            if names:
+                waits.append(f"stage {stage} at {order.name(at)} waits for {names}")
+    return "a schedule must not deadlock, got: " + "; ".join(waits)
 
 
 COMPUTE, POST, WAIT = range(3)
@@ -358,12 +361,11 @@ def _place(path: Path, ranks: list[list[tuple[int, int, int]]]) -> tuple[Actions
                     "a model part runs on one rank, "
                     f"got part {part} in rows {rank_of[part] + 1} and {rank + 1} of {path}"
                 )
-    missing = sorted(set(range(max(rank_of))) - set(rank_of))
-    if missing:
-        raise JobError(f"parts must be numbered from 0 without a gap, got none numbered {missing[0]} in {path}")
-    idle = [rank + 1 for rank, actions in enumerate(ranks) if not actions]
-    if idle:
-        raise JobError(f"every rank must have an action, got none in row {idle[0]} of {path}")
+    missing = next((part for part in range(max(rank_of)) if part not in rank_of), None)
+    if missing is not None:
+        raise JobError(f"parts must be numbered from 0 without a gap, got none numbered {missing} in {path}")
+    if [] in ranks:
+        raise JobError(f"every rank must have an action, got none in row {ranks.index([]) + 1} of {path}")
     held = [sorted(part for part, at in rank_of.items() if at == rank) for rank in range(len(ranks))]
     chunks = {part: chunk for own in held for chunk, part in enumerate(own)}
     return np.array([(rank_of[part], chunks[part]) for part in range(len(rank_of))], dtype=np.int32), chunks

@@ -21,6 +21,7 @@ from stepsight.simulator.schedules.order import (
     Messages,
     Order,
     flatten,
+    waiting,
 )
 
 Flat = tuple[Ints, Ints, Ints]  # op, item and side of entries
@@ -98,26 +99,12 @@ def torch_lowered(schedule: Schedule, order: Order, messages: Messages) -> Entri
     rows = np.empty((len(order) + 3 * len(messages.source), 4), dtype=np.int32)
     _lower(order.first, actions, idle, done, rows)
     if not done.all():
-        raise JobError("a schedule must not deadlock, got: " + _stuck(order, done, fused))
+        raise JobError(waiting(order, done, (order.source,), fused.tolist()))
     sent = messages.of_source[own[::-1]]
     waits = np.stack(np.broadcast_arrays(order.stage[own[::-1]], WAIT, sent, SEND), axis=1, dtype=np.int32)
     rows = np.concatenate([rows, waits[sent >= 0]])
     stage, op, item, side = np.ascontiguousarray(rows[rows[:, 0].argsort(kind="stable")].T)
     return Entries(op, stage, item, side)
-
-
-def _stuck(order: Order, done: NDArray[np.bool_], fused: NDArray[np.bool_]) -> str:
-    """Say which fused pairs wait for each other or for themselves; the order itself is known to run."""
-    waits = []
-    for stage in range(len(order.first) - 1):
-        places = np.arange(order.first[stage], order.first[stage + 1])
-        left = places[~done[order.by_stage[places]]]
-        for place in left[: 1 + fused[left[0]]] if len(left) else ():
-            action = int(order.by_stage[place])
-            need = int(order.source[action])
-            if need >= 0 and not done[need]:
-                waits.append(f"stage {stage} at {order.name(action)} waits for {order.name(need)}")
-    return "; ".join(waits)
 
 
 @compiled
