@@ -67,11 +67,6 @@ class Unit:
         """Elements of all parameters of one block, without experts."""
         return sum(self.tensors)
 
-    @property
-    def expert_numel(self) -> int:
-        """Elements of the experts' parameters of one block."""
-        return sum(self.expert_tensors)
-
 
 _TENSORS: Memo[int, tuple[Block, Tensors]] = Memo("tensors of blocks", 20_000)
 
@@ -85,6 +80,12 @@ def _tensors(block: Block) -> Tensors:
             found[step.expert].extend(step.parameters)
         _TENSORS[id(block)] = known = (block, (tuple(found[0]), tuple(found[1])))
     return known[1]
+
+
+def _root_tensors(units: tuple[Unit, ...]) -> Tensors:
+    """The same of the units that FSDP wraps with the model."""
+    wrapped = [_tensors(unit.block) for unit in reversed(units) if unit.root]
+    return tuple(chain(*(others for others, _ in wrapped))), tuple(chain(*(experts for _, experts in wrapped)))
 
 
 @cached(4096)
@@ -210,9 +211,8 @@ def _segment(shape: RankShape, part: PartShape, call: Call) -> Segment:
     def work(slot: Slot) -> BlockPass | Collective | Op:
         if slot.what == "run":
             return passages[slot.unit]
-        wrapped = [unit for unit in reversed(units) if unit.root] if slot.unit == ROOT else [units[slot.unit]]
-        others, experts = [u.tensors for u in wrapped], [u.expert_tensors for u in wrapped]
-        return unit_work((tuple(chain(*others)), tuple(chain(*experts))), dtypes, replicas).of(slot)
+        tensors = _root_tensors(units) if slot.unit == ROOT else _tensors(units[slot.unit].block)
+        return unit_work(tensors, dtypes, replicas).of(slot)
 
     return plan.filled(work)
 
@@ -230,10 +230,10 @@ def _part_run(
     passages = tuple([block_pass_of(u.block, spec if u.again and not u.root else once, to) for u in units])
     numbers = []
     for u, p in zip(units, passages, strict=True):
-        counts = len(u.tensors), len(u.expert_tensors)
+        others, experts = _tensors(u.block)
         loss = p.first_step if u.name == "head" else 0  # of a head's backward, the first step is the loss
-        there = u.numel > 0, u.expert_numel > 0
-        numbers.append((u.name, u.first, u.times, u.root, p.num_nodes, loss, counts, *there))
+        there = (len(others), len(experts)), sum(others) > 0, sum(experts) > 0
+        numbers.append((u.name, u.first, u.times, u.root, p.num_nodes, loss, *there))
     return units, passages, _patterns(tuple(numbers))
 
 
