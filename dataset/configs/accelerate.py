@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.configs.documents import facts, flat, yaml_text
+from stepsight.dataset.configs.documents import facts, flat, nearest, yaml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
 from stepsight.dataset.configs.key_table import CLIP, ConfigText, JobView, read_rows, rows_of
 from stepsight.dataset.job.job import Job
@@ -165,8 +165,8 @@ def _read_fsdp(reading: Reading) -> None:
 
 def _read_named(reading: Reading) -> None:
     """Read the DeepSpeed JSON that a file names, where it is named or beside the file."""
-    named, folder = reading.word(*reading.names), reading.folder
-    path = next((path for path in (folder / named, folder / Path(named).name) if path.is_file()), None)
+    named = reading.word(*reading.names)
+    path = nearest(reading.folder, (named, Path(named).name))
     if path is not None:
         read_deepspeed(ConfigFile.open(path), reading.draft)
     elif named:

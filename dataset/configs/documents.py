@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,15 @@ def read_source(path: Path) -> str:
     if len(text) > MOST_CHARACTERS:
         raise JobError(f"a configuration must have at most {MOST_CHARACTERS} characters, got {len(text)} in {path}")
     return text
+
+
+def nearest(folder: Path, names: Iterable[str]) -> Path | None:
+    """The first of some files of a folder that is there; a name that is too long for a file is none."""
+    for path in (folder / name for name in names):
+        with suppress(OSError):
+            if path.is_file():
+                return path
+    return None
 
 
 def read_tables(path: Path) -> Mapping[str, Any]:

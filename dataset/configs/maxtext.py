@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.configs.documents import facts, flat, read_tables, yaml_text
+from stepsight.dataset.configs.documents import facts, flat, nearest, read_tables, yaml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
 from stepsight.dataset.configs.key_table import ConfigText, JobView, read_rows, rows_of
 from stepsight.dataset.job.job import Job
@@ -17,7 +17,11 @@ from stepsight.dataset.job.specs import MODELS
 
 # Axes of the mesh within and between slices, and the degree of a job.
 _AXES = {"tensor": "tp", "tensor_sequence": "tp", "context": "cp", "sequence": "cp", "pipeline": "pp", "expert": "ep"}
-_FOLDERS = ("", "models", *(f"{'../' * up}{place}" for up in range(1, 5) for place in ("models", "", "configs/models")))
+_FOLDERS = (
+    ".",
+    "models",
+    *(f"{'../' * up}{place}" for up in range(1, 5) for place in ("models", "", "configs/models")),
+)
 
 
 def read(file: ConfigFile, draft: Draft) -> None:
@@ -27,12 +31,12 @@ def read(file: ConfigFile, draft: Draft) -> None:
         JobError: If the file names a model whose own file is not near it, and which the catalogue does not have.
     """
     path, stated, defaults = file.path, flat(file.tables), dict(facts()["maxtext"]["base"])
-    base = _near(path.parent, str(stated.get("base_config") or ""))
+    base = nearest(path.parent, _places(str(stated.get("base_config") or "")))
     if base is not None and base != path:
         defaults |= {key: value for key, value in flat(read_tables(base)).items() if value is not None}
     name = str(stated.get("model_name") or "default")
     if name != "default" and "base_emb_dim" not in stated:
-        own = _near(path.parent, f"{name}.yml")
+        own = nearest(path.parent, _places(f"{name}.yml"))
         found = MODELS.get(name.replace("llama3.1-", "llama3-").replace("llama3.3-", "llama3-"))
         if own is not None:
             stated = {**flat(read_tables(own)), **stated}
@@ -47,9 +51,8 @@ def read(file: ConfigFile, draft: Draft) -> None:
     read_rows(ROWS, Reading(draft, stated, default="MaxText's base.yml", defaults=defaults))
 
 
-def _near(folder: Path, name: str) -> Path | None:
-    places = (folder / place / Path(name).name for place in _FOLDERS if name)
-    return next((place for place in places if place.is_file()), None)
+def _places(name: str) -> list[str]:
+    return [f"{folder}/{Path(name).name}" for folder in _FOLDERS if name]
 
 
 def write(job: Job) -> ConfigText:

@@ -54,7 +54,9 @@ def write_megatron(job: Job, *, script: bool = False) -> ConfigText:
         return view.text("\n".join(lines) + "\n", ".txt", note)
     launch = f"torchrun --nproc-per-node {job.cluster.devices_per_node} --nnodes {job.cluster.nodes}"
     body = "\n".join(f"    {line}" for line in lines)
-    more = '    "$@"  # --tokenizer-type, --data-path, --node-rank ...'
+    if job.cluster.nodes > 1:  # the environment of each node says where they meet, and its number
+        launch += ' --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}"'
+    more = '    "$@"  # --tokenizer-type, --data-path ...'
     text = f"#!/bin/bash\n# {shlex.quote(job.name)}\nARGS=(\n{body}\n{more}\n)\n{launch} {program} " + '"${ARGS[@]}"\n'
     return view.text(text, ".sh", note)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from stepsight.dataset.base.bounded import read_text
 from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.configs.documents import nearest
 from stepsight.dataset.configs.shell_words import UNKNOWN, WITHIN, Array, Scanner, Variables
 
 MOST_COMMANDS = 20_000
@@ -291,8 +292,9 @@ class ShellScript:
         return name != "false"
 
     def _source(self, named: str) -> None:
-        path = None if self._folder is None else self._folder / Path(named).name
-        if path is None or not path.is_file() or UNKNOWN.search(path.name):
+        name = Path(named).name
+        path = None if self._folder is None or UNKNOWN.search(name) else nearest(self._folder, (name,))
+        if path is None:
             self.unread.append(f"source {self.variables.shown(named)}: what it sets is not known")
         elif path not in self._sourced:
             self._sourced.add(path)
@@ -318,7 +320,9 @@ class ShellScript:
         for name in [name for name in values if not name.isidentifier()]:
             del values[name]
         values.update({str(number): word for number, word in enumerate(words, 1)})
-        values.update({"@": list(words), "*": list(words), "#": str(len(words))} if words else {})
+        known = not any(map(UNKNOWN.search, words))  # what a command prints may be several words, or none
+        count = str(len(words)) if known else self.variables.unknown("$#")
+        values.update({"@": list(words), "*": list(words), "#": count} if words else {})
 
     def _assign(self, raw: str) -> None:
         found, variables = _ASSIGNMENT.fullmatch(raw), self.variables

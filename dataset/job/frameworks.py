@@ -174,17 +174,7 @@ class Framework:
 
 
 # Fields that a job's tables have under the same names.
-_AS_THEY_ARE = {
-    "model": ("dropout", "eager_kernels", "token_metrics", "metric_losses", "fused_loss", "fused_experts"),
-    "parallel": (
-        *("overlap_grad_reduce", "overlap_param_gather", "bucket_mbytes", "overlap_tp", "overlap_ep", "dispatcher"),
-        *("reduce_scatter", "zero_by_rank", "reshard_after_forward", "prefetch"),
-    ),
-    "batch": ("fp8_scaling", "fp8_parameters"),
-    "optimizer": ("clip_grad_norm",),
-    "execution": ("engine", "checkpoint", "dispatch_calls", "op_calls"),
-    "sharding": ("hierarchical",),
-}
+_AS_THEY_ARE = {name: keys.split() for name, keys in preset("job_facts.toml")["habits"].items()}
 
 
 def _count(value: Any) -> int:
@@ -292,18 +282,6 @@ _VERSION = r"[0-9]+(\.[0-9]+){0,3}(([-+]|rc|a|b)[a-z0-9.]+)?"
 # Tags of NVIDIA's containers, as in nvcr.io/nvidia/nemo:24.07 or pytorch:23.10-py3: year and month of the release.
 _TAG = re.compile(r"(?<![0-9.])(2[0-9])\.(0[1-9]|1[0-2])(?![0-9])")
 
-# Generations of attention kernels by the words of libraries, in the order in which they are tried.  cuDNN 9 is as quick
-# as FlashAttention-3 (Shah et al. 2024, section 4.1); llm-foundry's "triton" is the first FlashAttention; PyTorch's
-# scaled_dot_product_attention has FlashAttention-2 since 2.2 (its release notes, January 2024).
-_ATTENTION = (
-    (r"unfused|eager|math|none", "unfused"),
-    (r"flash[-_ ]?(?:attention|attn)?[-_ ]*v?([123])(?![0-9])", "flash-{}"),
-    (r"fa[-_ ]?([123])(?![0-9])", "flash-{}"),
-    (r"cudnn(?![-_ ]*v?[0-8](?![0-9]))", "flash-3"),
-    (r"triton", "flash-1"),
-    (r"sdpa", "flash-2"),
-)
-
 
 def release_month(container: str) -> str:
     """The month in a container's tag, as ``2024-07`` of ``nvcr.io/nvidia/nemo:24.07``; empty if it has none."""
@@ -338,10 +316,10 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 def attention_of(text: str) -> str:
     """One of ``ATTENTION``: what a library's name and version mean, as ``flash-attn 2.5.8`` or ``cuDNN 9.1``."""
-    for pattern, generation in _ATTENTION:
+    for pattern, generation in preset("job_facts.toml")["attention"]:
         found = re.match(rf"(?<![a-z]){pattern}(?![a-z])", text.strip().lower())
         if found:
-            return generation.format(*found.groups())
+            return str(generation.format(*found.groups()))
     raise JobError(
         "attention must be unfused, FlashAttention 1 to 3 (flash-attn 2.5.8), cuDNN 9 or later, sdpa or triton, "
         f"got {text!r:.80}"

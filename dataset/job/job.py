@@ -64,6 +64,7 @@ class Job(JobTables):
             framework.
         open_stages: Whether the job says nothing about virtual stages although its framework usually interleaves.
             ``from_dict`` then takes the usual number of chunks; ``uninterleaved`` is the other job that may be meant.
+        shares_batch: Whether the micro-batch follows from the global batch, which the ranks of a ``dlrm`` share.
 
     Raises:
         JobError: On construction, with every broken rule and its values.
@@ -71,6 +72,7 @@ class Job(JobTables):
 
     framework: str = ""
     open_stages: bool = field(default=False, compare=False, repr=False)
+    shares_batch: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         wrong = [name for name, spec in SECTIONS.items() if not isinstance(getattr(self, name), spec)]
@@ -255,7 +257,8 @@ class Job(JobTables):
         if habits is not None:
             filled = habits.fill(stated)
             stated = {section: filled[section] for section in stated}
-        if "tables" in stated.get("model", {}) and "batch" in stated:
+        shares = "tables" in stated.get("model", {}) and "micro_batch" not in stated.get("batch", {"micro_batch": 0})
+        if shares:
             stated["batch"] = shared_batch(stated["batch"], stated.get("cluster", {}))
         specs: dict[str, Any] = {}
         for section, table in stated.items():
@@ -264,7 +267,7 @@ class Job(JobTables):
         if problems:
             raise JobError(Rules(problems).text())
         is_open = silent and habits is not None and habits.interleaves
-        return cls(**specs, framework=framework, open_stages=is_open)._as_usual()
+        return cls(**specs, framework=framework, open_stages=is_open, shares_batch=shares)._as_usual()
 
     @classmethod
     def from_file(cls, path: str | Path, framework: str = "", given: Mapping[str, Any] | None = None) -> Job:
@@ -304,7 +307,10 @@ def _framework_of(framework: str, execution: Any) -> Framework | None:
 
 def _with(tables: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Tables with other values, by key; ``from_dict`` refuses what is no table."""
-    changed = dict(tables)
+    changed, model = dict(tables), tables.get("model")
+    derived = {"model.layers", "model.hidden"} & set(given)
+    if derived and isinstance(model, Mapping) and ("tables" in model or str(model.get("name")) in TABLE_MODELS):
+        raise JobError(f"{min(derived)} of a dlrm follows from its tables and cross_layers: set those instead")
     for key, value in given.items():
         section, _, name = key.partition(".")
         table = changed.get(section, {})

@@ -8,6 +8,7 @@ from functools import cached_property
 from operator import attrgetter
 
 from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.base.files import preset
 from stepsight.dataset.base.registry import Registry, did_you_mean
 from stepsight.dataset.hardware.hardware import (
     Fabric,
@@ -27,15 +28,6 @@ from stepsight.dataset.job.sharding_plans import check_sharding, check_tables
 MOST, MOST_LAYERS, MOST_DEVICES, MOST_ACTIONS, MOST_SLOWDOWN = 2**31, 10_000, 2**24, 2**20, 1000.0
 MOST_SIZE, MOST_EXPERTS = 2**24, 2**16  # of a model's dimensions
 MOST_ELEMENTS = 2**56  # of all parameters, and of an activation: with room for bytes and sums in 64 bits
-# Sizes that must be positive, and those that may be 0.
-_POSITIVE = """
-model.layers model.hidden model.heads model.kv_heads model.ffn model.vocab model.seq_len model.moe_every model.imbalance
-parallel.tp parallel.cp parallel.pp parallel.ep parallel.dp parallel.virtual_stages parallel.bucket_mbytes
-parallel.recompute_every batch.micro_batch batch.global_batch batch.flushes cluster.nodes cluster.devices_per_node"""
-_NOT_NEGATIVE = """
-model.head_dim model.experts model.experts_per_token model.expert_ffn model.shared_experts model.dense_layers
-model.capacity_factor model.encoder_layers model.encoder_seq_len model.patch_dim model.q_lora_rank model.kv_lora_rank
-model.rope_head_dim model.v_head_dim parallel.prefetch parallel.expert_tp parallel.dp_shard parallel.offload_layers"""
 _NO_DECODER = ("bert", "t5", "vit")
 MOST_METRICS = 16  # losses of a micro-batch for metrics
 
@@ -100,8 +92,8 @@ def broken_rules(job: JobTables) -> Rules:
 
 
 def _sizes(rules: Rules, job: JobTables) -> None:
-    for names, least in ((_POSITIVE, "> 0"), (_NOT_NEGATIVE, ">= 0")):
-        for key in names.split():
+    for names, least in (("positive", "> 0"), ("not_negative", ">= 0")):
+        for key in preset("job_facts.toml")[names].split():
             value = attrgetter(key)(job)
             most = MOST_LAYERS if key.endswith("layers") else MOST_SIZE if key.startswith("model.") else MOST
             low = value > 0 if least == "> 0" else value >= 0

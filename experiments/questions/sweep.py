@@ -54,7 +54,7 @@ def change_job(job: Job, values: Mapping[str, Any]) -> Job:
     stated = dict(values)
     if any(key in values for key in _DEGREES):
         stated = {**{key: 0 for key in _REPLICAS if key not in values}, **stated}
-    if job.model.tables and job.num_micro_batches == 1 and "batch.micro_batch" not in values:
+    if job.shares_batch and "batch.micro_batch" not in values:
         whole = values.get("batch.global_batch", job.batch.global_batch)
         devices = {name: values.get(f"cluster.{name}", getattr(job.cluster, name)) for name in _DEVICES}
         shared = shared_batch({"global_batch": whole}, devices)

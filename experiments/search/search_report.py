@@ -11,6 +11,7 @@ from stepsight.dataset.base.files import write_text
 from stepsight.dataset.configs.documents import job_toml
 from stepsight.dataset.configs.edits import diff_text, edit_config
 from stepsight.dataset.configs.formats import write_config
+from stepsight.dataset.job.frameworks import GENERIC, framework_in
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.reports.job_texts import TIGHT, written_text
 from stepsight.experiments.reports.plots import plot_front, plot_search
@@ -72,6 +73,9 @@ def write_best(
     text, diff = edited.text if edited is not None else "", None
     write_text(out, text or written.text)
     notes = [_written_strategy(result, choice, out, to, all_legal)]
+    profile = framework_in("megatron-core" if to.startswith("megatron") else to)
+    if not job.framework and profile is not GENERIC:
+        notes.append(f"ranked without a framework's profile: with framework = {profile.name!r} ranks and times differ")
     if edited is not None:
         diff = diff_text(read[0], out, text) if text else None
         notes += edited.notes

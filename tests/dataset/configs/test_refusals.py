@@ -139,3 +139,16 @@ def test_digits_that_are_no_number(name: str, text: str, number: str, tmp_path: 
         read_configs(tmp_path / name)
     except JobError as error:
         assert len(str(error)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.yml", f"base_emb_dim: 64\nbase_config: {'a' * 5000}.yml\n"),
+        ("training.json", '{"output_dir": "a", "num_train_epochs": 1, "deepspeed": "' + "a" * 5000 + '.json"}'),
+        ("launch.sh", f"source {'a' * 5000}.sh\npretrain --num-layers 2 --hidden-size 64\n"),
+    ],
+)
+def test_a_name_that_is_too_long_is_no_file(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert read_configs([tmp_path / name]).ignored

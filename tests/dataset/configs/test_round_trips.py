@@ -196,3 +196,9 @@ def test_a_padded_vocabulary(name: str) -> None:
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(JobError, match="must be of megatron"):
         write_config(Job.from_file(ROOT / "examples" / "gpt3-175b-1024.toml"), "fairseq")
+
+
+def test_a_script_for_several_nodes_says_where_they_meet() -> None:
+    job = Job.from_file(Path(__file__).parents[3] / "examples" / "gpt3-175b-1024.toml")
+    (launch,) = [line for line in write_config(job, "megatron-script").text.splitlines() if "torchrun" in line]
+    assert all(word in launch.partition("pretrain_gpt.py")[0] for word in ("--node-rank", "--master-addr", "--nnodes"))

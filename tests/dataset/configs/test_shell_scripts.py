@@ -168,3 +168,8 @@ def test_the_length_of_what_is_not_known_is_not_known(before: str) -> None:
 
 def test_a_printf_without_words_is_a_command() -> None:
     assert ["run", "--n", "1"] in read_script("printf\nrun --n 1").commands
+
+
+def test_words_that_a_command_prints_are_not_counted() -> None:
+    script = read_script("set -- $(ls)\nif [ $# -eq 1 ]; then N=3; fi\nrun --n $N")
+    assert script.commands[-1] == ["run", "--n"] and len(script.undecided) == 1

@@ -119,3 +119,9 @@ def test_ranks_that_contradict_the_shards_are_refused(tmp_path: Path) -> None:
 def test_tables_are_a_list(tables: Any) -> None:
     with pytest.raises(JobError, match=r"tables"):
         Job.from_dict({**tables_of_job(), "model": {"family": "dlrm", "tables": tables}})
+
+
+@pytest.mark.parametrize("key", ["model.layers", "model.hidden"])
+def test_a_size_that_follows_from_the_tables_is_not_set(key: str) -> None:
+    with pytest.raises(JobError, match=f"{key} of a dlrm follows from its tables"):
+        Job.of(Path(__file__).parents[3] / "examples" / "dlrm-dcnv2-64h100.toml", {key: 7})

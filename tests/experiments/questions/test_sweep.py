@@ -71,6 +71,9 @@ def test_the_micro_batch_of_a_recommendation_model_follows_its_shared_batch() ->
         changed = change_job(job, values)
         assert changed.batch.micro_batch == micro
         assert changed.num_micro_batches == (2 if "batch.micro_batch" in values else 1)
+    stated = Job.of(job, {"batch.micro_batch": job.batch.micro_batch})
+    with pytest.raises(JobError, match="micro_batch \\* dp must divide global_batch"):
+        change_job(stated, {"cluster.nodes": 2 * job.cluster.nodes})
 
 
 def test_the_same_links_as_a_table_give_the_same_time() -> None:
