@@ -183,8 +183,8 @@ _HINTS = {
     "a sharding strategy": "no DTensor takes this op, in a real run neither: leave its module unsharded",
     "in _merge_one": "context parallelism adds up parts of attention by rows, and the kernel for fp32 pads its sums to "
     "32 rows: by PyTorch's own shapes a real run fails too; give each part a multiple of 32 rows, or use bf16",
-    "torchrec/distributed/": "kernels of torchrec's sharded tables need real tensors: capture the model without "
-    "DistributedModelParallel, and predict its sharding as a job of the family dlrm",
+    "torchrec/distributed/": "of torchrec's sharded modules EmbeddingBagCollection alone is captured: predict others "
+    "as a job of the family dlrm",
 }
 
 

@@ -30,6 +30,7 @@ from ..base.errors import own_place
 from . import distributed, fake_device
 from .fake_tensors import FakeWorld
 from .recorder import Recorder
+from .sharded_tables import install_tables
 
 FORM = 1  # of the record
 
@@ -59,6 +60,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         fake_device.install_device(request["local_size"], recorder)
     distributed.install_world(request["rank"], request["world_size"], fake.collectives)
     fake_device.install_corrections(fake, on_host=on_host)
+    install_tables()
     boundary = distributed.install_pipelines(
         recorder, request.get("boundary"), only_boundary=request.get("only_boundary", False)
     )

@@ -192,13 +192,13 @@ def test_what_cannot_be_captured_is_said_with_the_line(text: str, said: str, tmp
         capture(CaptureRequest(written(tmp_path, text), (), 8))
 
 
-def test_sharded_tables_of_torchrec_are_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_sharded_modules_of_torchrec_that_are_unknown_are_refused_with_what_to_do(tmp_path: Path) -> None:
     package = tmp_path / "torchrec" / "distributed"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").touch()
     (package / "__init__.py").write_text("def shard():\n    raise ValueError('wrong device')\n")
     script = written(tmp_path, "from torchrec.distributed import shard\nshard()")
-    with pytest.raises(CaptureError, match=r"ValueError: wrong device \(kernels of torchrec's .* dlrm\)"):
+    with pytest.raises(CaptureError, match=r"ValueError: wrong device \(of torchrec's .* dlrm\)"):
         capture(CaptureRequest(script, (), 8))
 
 
