@@ -105,7 +105,13 @@ class GraphTable:
         try:
             listed = read_parquet(Path(folder) / "graphs.parquet").to_pydict()
             listed.setdefault("observed", [False] * len(listed["scope"]))  # which earlier versions did not write
-            about = {name: _checked(name, listed[name]) for name in ABOUT}
+            for name, kind in ABOUT.items():
+                for value in listed[name]:
+                    known = isinstance(value, (kind, int) if kind is float else kind)
+                    if not known or (kind is list and not all(isinstance(each, str) for each in value)):
+                        rule = f"each {name} of graphs.parquet must be a {kind.__name__}"
+                        raise ValueError(f"{rule}, got {value!r:.40}")
+            about = {name: listed[name] for name in ABOUT}
             table = cls(about, {key: _read(Path(folder), key) for key in keys()})
             table.check()
         except (OSError, KeyError, ValueError, IndexError, TypeError, OverflowError) as error:
@@ -177,16 +183,6 @@ def _labels(key: Key) -> dict[str, tuple[str, ...]]:
         "launch": ("launch_s", "launch_events"),
     }
     return wide | {name: (name,) for name in ("kind", "node", "share", "beside", "call", "recorded")}
-
-
-def _checked(name: str, values: list[Any]) -> list[Any]:
-    """A column of ``graphs.parquet``, if each cell is of its type."""
-    kind = ABOUT[name]
-    for value in values:
-        known = isinstance(value, (kind, int) if kind is float else kind)
-        if not known or (kind is list and not all(isinstance(each, str) for each in value)):
-            raise ValueError(f"each {name} of graphs.parquet must be a {kind.__name__}, got {value!r:.40}")
-    return values
 
 
 _FLOATS = dict.fromkeys(("x", "y", "edge_attr"), np.float32) | dict.fromkeys(("share", "launch", "beside"), np.float64)

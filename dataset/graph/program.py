@@ -428,10 +428,8 @@ class Program:
             rule = f"edges must join nodes from 0 to {len(self) - 1}"
             raise StepsightError(f"{rule}, got {source!s:.80} to {target!s:.80}")
         keep = source < target
-        more = (source[keep], target[keep], np.full(int(keep.sum()), WHY_NUMBER[why], dtype=np.int64))
-        edges = {
-            name: np.concatenate([self.edge_columns[name], each]) for name, each in zip(EDGE_COLUMNS, more, strict=True)
-        }
+        more = {"source": source[keep], "target": target[keep], "why": np.full(keep.sum(), WHY_NUMBER[why])}
+        edges = {name: np.concatenate([values, more[name]]) for name, values in self.edge_columns.items()}
         return self.replace(edge_columns=edges, delay_s=np.concatenate([self.delay_s, delay[keep]]))
 
 

@@ -140,10 +140,10 @@ def _ends(collectives: list[Work], waits: list[Wait], calls: Table, main: int) -
     starts = calls.start[mains].tolist()
     for number, begin, end in waits:
         place, work = bisect_left(starts, end - 1e-3), collectives[number]
-        if place < len(mains):
+        if place < len(mains) and work.start <= starts[place]:
             held = work.end > begin or end > begin  # otherwise it had ended before the wait
             delay = starts[place] - work.end if held else 0.0
-            if delay > -_MOST_EARLY_US and work.start <= starts[place]:
+            if delay > -_MOST_EARLY_US:
                 found.setdefault(int(mains[place]), {})[number] = delay
     ends: list[tuple[int, int, float]] = []
     for target, delays in found.items():

@@ -58,15 +58,12 @@ def launches(events: RankEvents) -> list[Launch]:
     """Launch configuration of each distinct kernel."""
     found = []
     for category, name, config in events.kernels:
-        grid, block, registers, shared = parse(config)
-        whole = [isinstance(sizes, list) and all(isinstance(size, int) for size in sizes) for sizes in (grid, block)]
-        counts = [math.prod(sizes) if fine else 0 for fine, sizes in zip(whole, (grid, block), strict=True)]
-        found.append(Launch(name, category, *map(_whole, (*counts, registers, shared))))
+        *sizes, registers, shared = parse(config)
+        whole = [isinstance(each, list) and all(isinstance(size, int) for size in each) for each in sizes]
+        counts = [math.prod(each) if fine else 0 for fine, each in zip(whole, sizes, strict=True)]
+        numbers = [each if isinstance(each, int | float) else 0 for each in (*counts, registers, shared)]
+        found.append(Launch(name, category, *(min(max(int(each), 0), _MOST_THREADS) for each in numbers)))
     return found
-
-
-def _whole(value: Any) -> int:
-    return min(max(int(value), 0), _MOST_THREADS) if isinstance(value, int | float) else 0
 
 
 class KernelKinds:
@@ -107,18 +104,14 @@ class KernelKinds:
 
     def _of_call(self, owner: int) -> tuple[int, Op | None]:
         """The outermost known call around a launch and its op; without one, the outermost call of a name space."""
-        found = self._calls.get(owner)
-        if found is not None:
-            return found
-        known, at, outer = -1, owner, owner
-        while at >= 0 and not self._is_evaluation[self._names[at]]:
-            if self._is_known[self._names[at]]:
-                known = at
-            outer, at = at, self._parent[at]
-        op = self.classified(known) if known >= 0 else None
-        result = (known if known >= 0 else outer, op)
-        self._calls[owner] = result
-        return result
+        if owner not in self._calls:
+            known, at, outer = -1, owner, owner
+            while at >= 0 and not self._is_evaluation[self._names[at]]:
+                if self._is_known[self._names[at]]:
+                    known = at
+                outer, at = at, self._parent[at]
+            self._calls[owner] = (known, self.classified(known)) if known >= 0 else (outer, None)
+        return self._calls[owner]
 
     def classified(self, call: int) -> Op | None:
         """The op that a known call is; must be called in the order of calls."""
@@ -144,12 +137,10 @@ class KernelKinds:
 
     def _scope(self, evaluation: int, sequence: int) -> Scope:
         """The context of a call: the node of autograd's graph that is evaluated, or nothing in forward."""
-        if evaluation < 0:
-            return Scope()
-        if evaluation not in self._scopes:
+        if evaluation >= 0 and evaluation not in self._scopes:
             name = self._events.names[self._names[evaluation]].split(": ")[-1]
             self._scopes[evaluation] = Scope(name, self._forward_dims.get(sequence, ()))
-        return self._scopes[evaluation]
+        return self._scopes[evaluation] if evaluation >= 0 else Scope()
 
     def _of_name(self, launch: Launch) -> Op | None:
         name = launch.name
