@@ -69,6 +69,12 @@ class Evaluation:
         """Rows that count, in groups."""
         return {str(name): [self.scored[i] for i in found] for name, found in rows_by(map(key, self.scored)).items()}
 
+    @property
+    def points(self) -> dict[str, list[tuple[float, float]]]:
+        """Measured and predicted seconds by source."""
+        by_source = self.by(lambda row: row.row.source)
+        return {name: [(r.measured_s, r.predicted_s) for r in rows] for name, rows in by_source.items()}
+
     def worst(self, most: int = 10) -> list[Scored]:
         """Rows with the largest absolute errors, the largest first."""
         return sorted(self.scored, key=lambda row: -abs(row.error))[:most]

@@ -1,7 +1,4 @@
-"""Speed figures: ``make bench`` prints them and writes ``bench.json``.  Medians, one core; rates by CPU time.
-
-Peers' figures are those of the same job (GPT-3 175B, 1024 devices) on two cores of a like machine, November 2026.
-"""
+"""Speed figures: ``make bench`` prints them and writes ``bench.json``.  Medians, one core; rates by CPU time."""
 
 from __future__ import annotations
 
@@ -29,11 +26,6 @@ from stepsight.training.predictor.predictor import Predictor
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 JOB = "gpt3-175b-1024"
-PEERS = {
-    f"predict {JOB}": "Calculon 13 ms, SimuMax 80-120 ms",
-    f"predict {JOB}-interleaved": "SimuMax 14,000-17,000 ms",
-    "predict_many": "Calculon 280-370, SimuMax 8-12 jobs/s",
-}
 SPACE = Space(schedules=(("1f1b", 1), ("gpipe", 1)))  # of the jobs for ``predict_many``
 
 
@@ -121,9 +113,8 @@ def bench_text(figures: Row) -> str:
         ("ask_many, with intervals and memory", figures["ask_many_jobs_per_s"], distinct),
         ("op-level timeline", figures["timeline_events_per_s"] / 1e6, "million events/s"),
     ]
-    keys = ("figure", "value", "unit", "peers")
-    rows = [dict(zip(keys, (*each, PEERS.get(each[0], "")), strict=True)) for each in values]
-    return table_of(rows, {key: key for key in keys}, 2)
+    keys = ("figure", "value", "unit")
+    return table_of([dict(zip(keys, each, strict=True)) for each in values], {key: key for key in keys}, 2)
 
 
 def run(options: argparse.Namespace) -> tuple[Row, str]:

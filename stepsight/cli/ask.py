@@ -255,7 +255,7 @@ class BestStrategyFile:
     to: Annotated[str, typer.Option(metavar="FORMAT")] = ""
     force: Force = False
 
-    def check(self, job: Path) -> None:
+    def check(self, jobs: list[Path]) -> None:
         """Check, before the work, that the file can be written, has a known format and overwrites no user's file."""
         from stepsight.dataset.configs.formats import written_formats
 
@@ -263,7 +263,7 @@ class BestStrategyFile:
             raise StepsightError(f"--to must be one of {', '.join(written_formats())}, got {self.to!r:.80}")
         if self.to and self.out is None:
             raise StepsightError(f"--to {self.to} needs --out, the file to write")
-        check_job_output(self.out, self.to, [job], self.force)
+        check_job_output(self.out, self.to, jobs, self.force)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +288,7 @@ class GoalOptions:
 
 
 def search_command(
-    job: Path,
+    job: list[Path],
     *,
     source: Source,
     overrides: JobOptions,
@@ -325,7 +325,8 @@ def search_command(
         stepsight search examples/llama3-70b-fsdp-512.toml --nodes 16,32,64 --tokens 1e12 --prices prices.toml
 
     Args:
-        job: Job file or configuration; its model, global batch and cluster are kept.
+        job: Job file or configuration; its model, global batch and cluster are kept. A run may have several files, as a
+            DeepSpeed JSON beside a config.json; --to changes the first.
         space: Search space: usual, wide (all axes), or a .toml file with attributes of stepsight.Space.
         expert_loads: A .csv file with the tokens of each expert: one line, or one line for each layer with experts. The
             search then places experts so that the busiest rank has the least work.
@@ -360,7 +361,7 @@ def search_command(
     more = {"goal": goal_options.goal(scenarios), "scenarios": scenarios, "expert_loads": expert_loads}
     result = _searched(read, settings, workers, uneven, {**asked, **more})
     report = search_report(read, replace(result, own=None) if problem else result, settings.top)
-    written = {"text": ""} if best.out is None else write_best(result, best.out, best.to, (job, own), asked)
+    written = {"text": ""} if best.out is None else write_best(result, best.out, best.to, (job[0], own), asked)
     notes = [problem] if problem else []
     text = "\n".join([report.pop("text"), *notes]) + written.pop("text")
     report |= {**written, "notes": [*notes, *written.get("notes", ())]}

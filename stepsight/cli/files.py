@@ -105,15 +105,18 @@ class JobOptions:
     hardware: str = ""
     given: Annotated[list[str] | None, "--set", typer.Option(metavar="KEY=VALUE")] = None
 
-    def read(self, path: Path, nodes: int | None = None) -> Job:
-        """Read a job from a job file, or from the configuration of a training framework.
+    def read(self, path: Path | Sequence[Path], nodes: int | None = None) -> Job:
+        """Read a job from a job file, or from the configuration of a training framework, or from files of one run.
 
         Assumed values for keys that a configuration leaves open are printed on stderr.
 
         Raises:
             StepsightError: If the file is neither, or holds no whole job.
         """
-        return self.read_all([path], nodes)[0]
+        found = self.read_all([path] if isinstance(path, Path) else path, nodes)
+        if len(found) > 1:
+            raise StepsightError(f"one job is asked about, got {len(found)}: name one file, or the files of one run")
+        return found[0]
 
     def read_all(self, paths: Sequence[Path], nodes: int | None = None) -> list[Job]:
         """Read a job from each file; configurations of which one states no model are those of one run."""
@@ -164,7 +167,7 @@ class MovedJobOptions(JobOptions):
 
     nodes: Annotated[int | None, typer.Option(min=1)] = None
 
-    def read(self, path: Path, nodes: int | None = None) -> Job:
+    def read(self, path: Path | Sequence[Path], nodes: int | None = None) -> Job:
         return super().read(path, self.nodes)
 
 

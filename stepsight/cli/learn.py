@@ -169,9 +169,7 @@ def evaluate_command(
     predictor = source.load()
     result = evaluate(runs, predictor, source=rows, on_row=progress("rows predicted"))
     if plot is not None:
-        found = result.by(lambda row: row.row.source)
-        points = {name: [(row.measured_s, row.predicted_s) for row in scored] for name, scored in found.items()}
-        plot_published_runs(points, plot, "published runs")
+        plot_published_runs(result.points, plot, "published runs")
     value, shown = result.to_dict(), {}
     if most_gpus is not None:
         from stepsight.experiments.calibration.calibrate_runs import FITTED_ON, SPLITS, calibrate_small

@@ -257,3 +257,16 @@ def test_another_release_of_the_software_is_asked_about(capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out)["software"]["change"]["log_factor"] > 0
     app([*asked, "--container", "nvcr.io/nvidia/nemo:26.06"], standalone_mode=False)
     assert "profile nemo-2026-06 instead of nemo" in capsys.readouterr().out
+
+
+def test_search_takes_the_files_of_one_run(tmp_path: Path) -> None:
+    """A DeepSpeed JSON beside the model's config.json, as ``predict`` takes them; two jobs are refused."""
+    zero, model = tmp_path / "ds.json", tmp_path / "config.json"
+    zero.write_text(json.dumps({"train_batch_size": 16, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}))
+    sizes = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 32000}
+    more = {"intermediate_size": 1408, "max_position_embeddings": 512, "model_type": "llama"}
+    model.write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **sizes, **more}))
+    options = ("--hardware", "h100-sxm-80gb", "--nodes", 1, "--trials", 5, "--json")
+    assert json.loads(run("search", zero, model, *options).stdout)["best"]["fits"]
+    refused = run("search", EXAMPLE, EXAMPLE)
+    assert refused.returncode == 2 and "one job is asked about, got 2" in refused.stderr
