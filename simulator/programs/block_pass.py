@@ -310,5 +310,4 @@ def _needed_again(block: Block, spec: BackwardSpec) -> tuple[int, Block]:
 
 @cached(8192)
 def items_pass(items: tuple[Item, ...], name: str) -> BlockPass:
-    """Some items one after the other."""
     return BlockPass(tuple((item, name) for item in items))

@@ -186,13 +186,14 @@ class Rope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return Rope._rotate("rope_backward", grad, cos, -sin, ctx.rotated), None, None, None
+        return Rope._rotate("rope_backward", grad, cos, sin, ctx.rotated), None, None, None
 
     @staticmethod
     def _rotate(kind: str, qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor:
         seq_len, head_dim = cos.shape[0], 2 * cos.shape[-1]
         with annotate.op(kind, (qkv.shape[0] * rotated * head_dim,), qkv.dtype):
-            rope_(qkv.view(-1, seq_len, qkv.shape[1] // head_dim, head_dim)[:, :, :rotated], cos, sin)
+            heads = qkv.view(-1, seq_len, qkv.shape[1] // head_dim, head_dim)[:, :, :rotated]
+            rope_(heads, cos, sin if kind == "rope" else -sin)  # a negation outside would be an op of its own
         return qkv
 
 
