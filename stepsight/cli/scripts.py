@@ -169,15 +169,10 @@ def capture_command(
         fabric: Of the same, a name or a file. Default: the usual one of the hardware.
         predictor: Of the same: folder of a trained predictor or name of a shipped one.
     """
-    from stepsight.dataset.base.files import check_writable
-    from stepsight.dataset.capture.captured import check_capture_folder, write_captured
+    from stepsight.dataset.capture.captured import write_captured
     from stepsight.experiments.reports.run_texts import capture_text
     from stepsight.training.prediction.captured_prediction import captured_latency
 
-    sizes: Sequence[int] = comma_separated("--world-size", int, (), world_size)
-    if (len(sizes) > 1) != bool(hardware) or len(set(sizes)) < len(sizes):
-        got = f"{world_size} and {hardware or 'none'}"
-        raise StepsightError(f"several different world sizes are compared on --hardware, got {got}")
     if rank is not None and ranks != "auto":
         raise StepsightError(f"--rank and --ranks exclude each other, got {rank} and {ranks!r:.80}")
     run = {"local_size": devices_per_node, "warm_up": warm_up, "device": device, "timeout_s": timeout}
@@ -186,18 +181,30 @@ def capture_command(
     learned = load_predictor(predictor)
     if hardware:
         captured_latency(hardware, fabric, learned)  # a capture takes long
+    captures = []
+    for size, folder in _folders(world_size, hardware, out).items():
+        captures.append(captured_at(size))
+        write_captured(captures[-1], folder)
+    if len(captures) > 1:
+        return _scaling(captures, out, (hardware, fabric), learned)
+    told = captures[0].to_dict() | {"out": str(out)}
+    return Answer(told, capture_text(told))
+
+
+def _folders(world_size: str, hardware: str, out: Path) -> dict[int, Path]:
+    """Where each world size is written."""
+    from stepsight.dataset.base.files import check_writable
+    from stepsight.dataset.capture.captured import check_capture_folder
+
+    sizes: Sequence[int] = comma_separated("--world-size", int, (), world_size)
+    if (len(sizes) > 1) != bool(hardware) or len(set(sizes)) < len(sizes):
+        got = f"{world_size} and {hardware or 'none'}"
+        raise StepsightError(f"several different world sizes are compared on --hardware, got {got}")
     folders = {size: out / str(size) if len(sizes) > 1 else out for size in sizes}
     for folder in folders.values():
         check_capture_folder(folder)
         check_writable(folder)
-    captures = []
-    for size, folder in folders.items():
-        captures.append(captured_at(size))
-        write_captured(captures[-1], folder)
-    if len(sizes) > 1:
-        return _scaling(captures, out, (hardware, fabric), learned)
-    told = captures[0].to_dict() | {"out": str(out)}
-    return Answer(told, capture_text(told))
+    return folders
 
 
 def _scaling(
