@@ -55,11 +55,20 @@ _OWN: Mapping[str, Mapping[str, Function]] = {
 }
 
 
-def _sum(terms: str | Mapping[str, float], names: tuple[str, ...], number: type = float) -> Function:
-    """A sum of products of dims: the factor of each product by its names; a text is one product."""
+def _sum(
+    terms: str | Mapping[str, float], names: tuple[str, ...], number: type = float, flags: Sequence[str] = ()
+) -> Function:
+    """A sum of products of dims: the factor of each product by its names; a text is one product; flags are 0 or 1."""
     factors = {terms: 1} if isinstance(terms, str) else terms
     parts = [(factor, tuple(map(names.index, words.split()))) for words, factor in factors.items()]
-    return lambda *dims: number(sum([prod([dims[at] for at in places], start=factor) for factor, places in parts]))
+    switches = [names.index(flag) for flag in flags]
+
+    def total(*dims: int) -> Any:
+        if switches:
+            dims = tuple([min(size, 1) if at in switches else size for at, size in enumerate(dims)])
+        return number(sum([prod([dims[at] for at in places], start=factor) for factor, places in parts]))
+
+    return total
 
 
 def _kind(name: str, told: Mapping[str, Any]) -> OpKind:
@@ -67,7 +76,7 @@ def _kind(name: str, told: Mapping[str, Any]) -> OpKind:
     plain = {key: value for key, value in told.items() if key not in ("like", "dims")}
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in plain.items()}
     for key in {"flops", "elements", "units"} & set(told):
-        fields[key] = _sum(told[key], names)
+        fields[key] = _sum(told[key], names, flags=told.get("flags", ()))
     for key in {"operands", "grid", "base_dims"} & set(told):
         terms = [told["elements"] if part == "elements" else part for part in told[key]]
         parts = [_sum(part, names, float if key == "operands" else int) for part in terms]

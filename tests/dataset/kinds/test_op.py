@@ -59,3 +59,10 @@ def test_bad_collectives() -> None:
     for arguments in (("all_reduce", 8, 1, 1), ("gossip", 8, 2, 2), ("all_reduce", 8, 4, 5)):
         with pytest.raises(ValueError, match="got"):
             Collective(*arguments)
+
+
+def test_a_flag_is_true_or_false_whatever_its_number() -> None:
+    sizes = (2, 8, 8, 64, 64, 32)
+    for kind in ("attention", "attention_backward"):
+        assert Op(kind, (*sizes, 64), "fp32").flops == Op(kind, (*sizes, 1), "fp32").flops
+        assert 2.0 * Op(kind, (*sizes, 1), "fp32").flops == Op(kind, (*sizes, 0), "fp32").flops
