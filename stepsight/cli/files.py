@@ -148,7 +148,10 @@ class JobOptions:
         if len(paths) == 1 and is_job_file(paths[0]):
             job = Job.from_file(paths[0], self.framework, given)
             hardware, fabric = self.hardware or job.cluster.hardware, job.cluster.fabric
-            fabric = fabric if hardware == job.cluster.hardware else ""  # the usual one of other devices
+            if fabric and hardware != job.cluster.hardware and "cluster.fabric" not in given:
+                told = f"the usual fabric of {hardware} replaces the job's own; --set cluster.fabric=NAME states one"
+                typer.echo(printable(f"{paths[0]}: {told}"), err=True)
+                fabric = ""
             cluster = replace(job.cluster, hardware=hardware, nodes=nodes or job.cluster.nodes, fabric=fabric)
             same = cluster.num_devices == job.cluster.num_devices
             parallel = job.parallel if same else replace(job.parallel, dp=0, dp_shard=0)

@@ -44,6 +44,16 @@ def test_predict_json_and_timeline(tmp_path: Path) -> None:
     assert len({event["pid"] for event in events if event["ph"] == "X"}) == 16
 
 
+def test_other_hardware_has_its_usual_fabric_and_says_so() -> None:
+    words = ("predict", ROOT / "examples" / "deepseek-v3-2048.toml", "--hardware", "b200-sxm-180gb")
+    done = run(*words)
+    assert (
+        "fabric dgx-b200" in done.stdout and "the usual fabric of b200-sxm-180gb replaces the job's own" in done.stderr
+    )
+    done = run(*words, "--set", "cluster.fabric=dgx-h100")
+    assert "fabric dgx-h100" in done.stdout and "replaces" not in done.stderr
+
+
 def test_predict_writes_over_nothing_but_its_own(tmp_path: Path) -> None:
     """Neither the job that it reads, nor what else is there; a timeline of before it replaces."""
     job, other, timeline = tmp_path / "job.toml", tmp_path / "manifest.json", tmp_path / "timeline.json"
