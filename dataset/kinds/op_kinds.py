@@ -34,7 +34,7 @@ def _lookup_backward(n: int, h: int, b: int, u: int, t: int, s: int) -> float:
 def _convolution(*dims: int) -> float:
     """FLOP of one product, or of the gradients of the weight and, if the last dim says so, of the input."""
     b, i, o, p, w, _, q, _, *input_gradient = dims
-    return (1.0 + sum(input_gradient)) * (2.0 * b * i * o * w * min(p, q))
+    return (1.0 + any(input_gradient)) * (2.0 * b * i * o * w * min(p, q))
 
 
 _OWN: Mapping[str, Mapping[str, Function]] = {
@@ -64,9 +64,15 @@ def _sum(
     switches = [names.index(flag) for flag in flags]
 
     def total(*dims: int) -> Any:
-        if switches:
-            dims = tuple([min(size, 1) if at in switches else size for at, size in enumerate(dims)])
-        return number(sum([prod([dims[at] for at in places], start=factor) for factor, places in parts]))
+        sizes: list[int] = [*dims]
+        result: float = 0
+        for at in switches:
+            sizes[at] = min(sizes[at], 1)
+        for product, places in parts:  # loops: a prediction asks thousands of times
+            for at in places:
+                product *= sizes[at]
+            result += product
+        return number(result)
 
     return total
 
@@ -75,11 +81,12 @@ def _kind(name: str, told: Mapping[str, Any]) -> OpKind:
     names = tuple(told["dims"].split())
     plain = {key: value for key, value in told.items() if key not in ("like", "dims")}
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in plain.items()}
+    flags = told.get("flags", ())
     for key in {"flops", "elements", "units"} & set(told):
-        fields[key] = _sum(told[key], names, flags=told.get("flags", ()))
+        fields[key] = _sum(told[key], names, flags=flags)
     for key in {"operands", "grid", "base_dims"} & set(told):
         terms = [told["elements"] if part == "elements" else part for part in told[key]]
-        parts = [_sum(part, names, float if key == "operands" else int) for part in terms]
+        parts = [_sum(part, names, float if key == "operands" else int, flags) for part in terms]
         fields[key] = lambda *dims, parts=parts: tuple([part(*dims) for part in parts])
     calls = {
         call if "::" in call else f"aten::{call}": _dims_of(*words.split())

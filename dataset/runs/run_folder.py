@@ -288,7 +288,7 @@ def check_events(tree: dict[str, Any], path: Path) -> EventFile:
         told = [(record.get("op") or {}).get("call", [""]) for record in records]
         calls = tuple(typed(typed(call, list, "call")[0], str, "name of a call") for call in told)
         return EventFile(path, busy, works, seconds, host, fresh, calls, facts, box)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise TraceError(f"{path} must be an event profile: {why}") from None
 

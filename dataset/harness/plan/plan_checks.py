@@ -107,14 +107,13 @@ def box_problems(box: Any) -> list[str]:
         return [f"a box has nodes, ranks_per_node, mbits_per_s and maybe latency_ms, got {box!r:.80}"]
     problems = number_problems("nodes of a box", box["nodes"], 1, 250)  # addresses of one subnet
     problems += number_problems("ranks_per_node of a box", box["ranks_per_node"], 1, 1024)
-    if problems:
-        return problems
+    count = 0 if problems else box["nodes"]
     for key, least, most in (("mbits_per_s", 1, 100_000), ("latency_ms", 0, 1000)):
-        numbers = box.get(key, [0.0] * box["nodes"])
+        numbers = box.get(key, [0.0] * count)
         if not isinstance(numbers, list) or not all(is_of(each, float) and least <= each <= most for each in numbers):
             problems.append(f"{key} of a box must hold numbers from {least} to {most:,}, got {numbers!r:.80}")
-        elif len(numbers) != box["nodes"]:
-            problems.append(f"{key} of a box must hold one number per node, got {len(numbers)} for {box['nodes']}")
+        elif count and len(numbers) != count:
+            problems.append(f"{key} of a box must hold one number per node, got {len(numbers)} for {count}")
     return problems
 
 
@@ -288,7 +287,7 @@ def _check_computed(rules: Rules, job: dict[str, Any], count: int) -> None:
     rules.require(wanted in (0, head_dim), f"{runs} head_dim = hidden / heads = {head_dim}, got {wanted!r:.80}")
     rule = 'mixed precision runs as in PyTorch: execution.engine = "eager-pytorch" must say so'
     rules.require(precision != "bf16" or engine == "eager-pytorch", rule)
-    known = {*_WHOLE, *_SPLIT}
+    known = dict.fromkeys((*_WHOLE, *_SPLIT))
     rules.require(name in known, f"schedules are {', '.join(known)}, got {name!r:.80}")
     if pp > 1:
         rule = f"{runs} virtual_stages > 1 with {', '.join(_SPLIT)}, got {chunks} with {name!r:.80}"

@@ -57,6 +57,7 @@ def test_a_jobs_dictionary_is_a_valid_job() -> None:
         ({"dp": 2, "tp": 2, "zero_stage": 1, "sequence_parallel": True}, "1 and 2 without sequence_parallel"),
         ({"recompute": "selective"}, "recompute none and full, got 'selective'"),
         ({"pp": 2, "schedule": "gpipe", "virtual_stages": 2}, "got 2 with 'gpipe'"),
+        ({"schedule": "zb"}, "gpipe, 1f1b, zb-h1, looped-bfs, interleaved-zb, zbv, dualpipev, got 'zb'"),
         ({"pp": 2, "schedule": "zbv"}, "got 1 with 'zbv'"),
         ({"pp": 3, "virtual_stages": 2}, r"or a multiple, got 4 % 3 = 1"),
         ({"pp": 2, "schedule": "zb-h1"}, "a run with schedule zb-h1 has its table"),

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepsight.dataset.kinds import STREAMED
 from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
 
 
@@ -66,3 +67,15 @@ def test_a_flag_is_true_or_false_whatever_its_number() -> None:
     for kind in ("attention", "attention_backward"):
         assert Op(kind, (*sizes, 64), "fp32").flops == Op(kind, (*sizes, 1), "fp32").flops
         assert 2.0 * Op(kind, (*sizes, 1), "fp32").flops == Op(kind, (*sizes, 0), "fp32").flops
+
+
+@pytest.mark.parametrize("name", [name for name in OP_KINDS if OP_KINDS[name].flags])
+def test_every_function_of_a_kind_takes_any_number_of_a_flag_as_one(name: str) -> None:
+    kind, of = OP_KINDS[name], range(3, 3 + len(OP_KINDS[name].dim_names))
+    one, many = (
+        [flag if at in kind.flags else size for at, size in zip(kind.dim_names, of, strict=True)] for flag in (1, 7)
+    )
+    for function in (kind.flops, kind.elements, kind.units, kind.operands, kind.grid):
+        assert function is None or function(*one) == function(*many)
+    if kind.base in OP_KINDS and kind.base != STREAMED:
+        assert Op(kind.base, kind.base_dims(*one)).flops == Op(kind.base, kind.base_dims(*many)).flops

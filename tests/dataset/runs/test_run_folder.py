@@ -236,6 +236,7 @@ def test_events_of_a_box_say_which(tmp_path: Path) -> None:
         ({"records": [{"op": {**OP, "dims": ["8"]}, "seconds": 1}]}, "dims must be a whole number, got '8'"),
         ({"records": [{"op": {**OP, "dims": [2**60]}, "seconds": 1}]}, "dims must lie within"),
         ({"records": [{"op": {**OP, "dtype": []}, "seconds": 1}]}, "must be an event profile"),
+        ({"records": [{"op": {**OP, "call": []}, "seconds": 1}]}, "must be an event profile"),
         ({"records": [{"collective": {**COLLECTIVE, "num_bytes": "8"}, "seconds": 1}]}, "num_bytes must be a whole"),
         ({"records": [{"collective": {**COLLECTIVE, "colour": 8}, "seconds": 1}]}, "colour"),
         ({"hardware": {"peak_flops": "x"}}, "peak_flops must be a table, got 'x'"),

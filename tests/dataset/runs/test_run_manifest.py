@@ -60,6 +60,7 @@ def test_a_box_in_a_file(tmp_path: Path) -> None:
             "nodes of a box must be a whole number from 1 to 250, got 0",
         ),
         ("nodes = 2\nranks_per_node = true\nmbits_per_s = 9", "ranks_per_node of a box must be a whole number"),
+        ("nodes = 0\nranks_per_node = 1\nmbits_per_s = ['9']", "got 0; mbits_per_s of a box must hold numbers"),
         ("nodes = 2\nranks_per_node = 1\nmbits_per_s = [9]", "one number per node, got 1 for 2"),
         ("nodes = 2\nranks_per_node = 1\nmbits_per_s = 0.5", "numbers from 1 to 100,000, got [0.5, 0.5]"),
         ("nodes = 2\nranks_per_node = 1\nmbits_per_s = ['9', 9]", "numbers from 1 to 100,000"),
