@@ -89,11 +89,11 @@ def test_no_other_file_is_replaced(tmp_path: Path) -> None:
     """A table of prices, or a job file with comments, is kept; the result of an earlier search is replaced."""
     out = tmp_path / "best.toml"
     text_of(result("1f1b"), out, "")
-    BestStrategyFile(out=out).check(EXAMPLE)
+    BestStrategyFile(out=out).check([EXAMPLE])
     for text in ("[price_per_device_hour]\n", "# my notes\n[model]\n"):
         out.write_text(text)
         with pytest.raises(StepsightError, match="refuses to overwrite"):
-            BestStrategyFile(out=out).check(EXAMPLE)
+            BestStrategyFile(out=out).check([EXAMPLE])
 
 
 def test_the_users_own_file_is_changed(tmp_path: Path) -> None:

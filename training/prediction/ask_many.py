@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, overload
 
@@ -154,6 +154,22 @@ def predict_many(jobs: Iterable[JobLike], predictor: Predictor | str | None = No
     return [found[place] for place in range(len(asked))]
 
 
+class _Together:
+    """Jobs that one group answers, with the shares of their times outside the measured range, computed on request."""
+
+    def __init__(self, group: _Group, jobs: list[Job]) -> None:
+        self._group, self._jobs = group, jobs
+
+    def share(self, place: int) -> tuple[float, float]:
+        """Parts of a job's critical path, 0 to 1: outside the measured range, and decided by the host."""
+        outside, host = self._shares[:, place].tolist()
+        return outside, host
+
+    @cached_property
+    def _shares(self) -> Floats:
+        return self._group.times(self._jobs, intervals=True)[1]
+
+
 class _Group(NamedTuple):
     """Jobs with one latency model; ``predictor`` None: a roofline from hardware facts, or durations from elsewhere.
 
@@ -197,8 +213,8 @@ class _Group(NamedTuple):
         shares: dict[int, Callable[[], tuple[float, float]]] = {}
         for at in range(0, len(own), SHARED):
             some = own[at : at + SHARED]
-            together = cache(partial(self._shares, [jobs[place] for place in some]))
-            shares.update((place, partial(lambda of, n: of()[n], together, n)) for n, place in enumerate(some))
+            together = _Together(self, [jobs[place] for place in some])
+            shares.update((place, partial(together.share, number)) for number, place in enumerate(some))
         predictor, found = self.predictor, []
         given = self.latency if isinstance(self.latency, latency_model.GivenLatency) else None
         source = (predictor or given).source if predictor or given else one_job.source_of_facts(jobs[0])  # type: ignore[union-attr]
@@ -210,11 +226,6 @@ class _Group(NamedTuple):
             software = "" if predictor is None else job.framework
             found.append(one_job.Prediction(job, time_s, source, None, predictor, software, share, given=given))
         return found
-
-    def _shares(self, jobs: list[Job]) -> list[tuple[float, float]]:
-        """Parts of each job's critical path, 0 to 1: outside the measured range, and decided by the host."""
-        outside, host = self.times(jobs, intervals=True)[1].tolist()
-        return list(zip(outside, host, strict=True))
 
     def _simulable(self, jobs: Sequence[Job], index: Sequence[int]) -> list[int]:
         """The jobs that can be simulated together."""
