@@ -237,7 +237,7 @@ class OnnxReader(ModelReader):
             how = kind.removeprefix("Reduce").lower()
             return "reduce", {"reduced": tuple(axis % rank for axis in reduced), "how": how}, reads[:1]
         lower = "gelu_tanh" if kind == "Gelu" and settings.get("approximate") == b"tanh" else kind.lower()
-        return lower if lower in POINTWISE else kind, dict(settings), reads
+        return lower if lower in POINTWISE else kind, {}, reads
 
     def _index(self, kind: str, settings: Mapping[str, Any], reads: Sequence[str], rank: int) -> tuple[Any, ...]:
         """The constant index of a slice or gather; empty if it is not constant."""

@@ -208,3 +208,11 @@ def test_the_mask_of_a_dropout_does_not_stop_a_cut(tmp_path: Path) -> None:
     weights = {"w": np.zeros((5, 4), np.float32), "v": np.zeros((4, 6), np.float32)}
     program = TensorProgram.load(onnx_file(tmp_path / "a.onnx", nodes, X, **weights), training=True).split(2)
     assert program.world_size == 2 and all(len(call.writes) == 1 for call in program.calls if call.op == "reshape")
+
+
+def test_the_type_of_a_cast_is_no_stage_to_which_it_is_sent(tmp_path: Path) -> None:
+    """ONNX writes a cast to fp32 as ``to = 1``."""
+    nodes: list[Node] = [("Cast", ["x"], ["a"], {"to": 1}), ("Mul", ["x", "a"], ["y"], {})]
+    program = TensorProgram.load(onnx_file(tmp_path / "a.onnx", nodes, X))
+    values = program.random_values()
+    assert np.allclose(program.run(values)["y"], values["x"] ** 2)
