@@ -25,12 +25,18 @@ _VARIABLES = {
     "nodes": ("NNODES", "NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
     "devices_per_node": ("GPUS_PER_NODE", "NUM_GPUS_PER_NODE", "NPROC_PER_NODE", "GPU_PER_NODE"),
 }
+_MARKS = ("--num-layers", "--hidden-size")  # one of which a command has that trains a model
 DEFAULT = "Megatron-LM's default"
 _NUMBER = re.compile(r"-?\d")
 
 
 def read_words(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from a shell script, or a file of arguments."""
+    read_megatron(reading_of(file, draft))
+
+
+def reading_of(file: ConfigFile, draft: Draft, marks: Sequence[str] = _MARKS) -> Reading:
+    """Settings of a shell script's command that has one of some options, or of a file of arguments."""
     text = read_source(file.path)
     if re.match(r"(?:[ \t]*(?:#[^\n]*)?\n)*[ \t]*--?[A-Za-z]", text):
         try:
@@ -38,8 +44,7 @@ def read_words(file: ConfigFile, draft: Draft) -> None:
             words = shlex.split(lines.replace("\\\n", " "), comments=True)
         except ValueError as error:
             raise JobError(f"a file of arguments must be words of a shell, got {error}") from None
-        read_megatron(_reading_of_words(draft, words))
-        return
+        return _reading_of_words(draft, words)
     script = read_script(text, dict(file.given.variables), file.path.parent)
     for document in script.documents:  # DeepSpeed's JSON that a script writes for its command
         try:
@@ -50,7 +55,7 @@ def read_words(file: ConfigFile, draft: Draft) -> None:
             continue
         if isinstance(tables, dict) and any(mark in tables for mark in DEEPSPEED_MARKS):
             read_deepspeed(ConfigFile(file.path, tables), draft)
-    read_megatron(_reading_of_script(script, draft, file.given.pick))
+    return _reading_of_script(script, draft, file.given.pick, marks)
 
 
 def read_arguments(file: ConfigFile, draft: Draft) -> None:
@@ -123,31 +128,34 @@ def _flags(words: Sequence[str]) -> list[tuple[str, Any]]:
         if isinstance(word, Unknown) and (values or not flag) and word[0] != "-" and not word.endswith(".py"):
             found.append((word, ""))  # it may stand for options
         elif word.startswith("-") and not _NUMBER.match(word) and len(word) > 1:
-            if flag:
+            if flag.strip("-"):
                 found.append((flag, True if not values else values[0] if len(values) == 1 else values))
             flag, equals, value = word.partition("=")
             values = [type(word)(value)] if equals else []
-        elif word.endswith(".py"):  # the program: what stands before it is the launcher's
-            found += [(flag, True if not values else values[0])] if flag else []
+        elif word.endswith(".py") or flag == "-m":  # the program: what stands before it is the launcher's
+            found += [(flag, True if not values else values[0])] if flag not in ("", "-m") else []
             flag, values = "", []
         elif flag:
             values.append(word)
     return found
 
 
-def launches(script: ShellScript, pick: str = "") -> tuple[dict[tuple[str, ...], list[tuple[int, int]]], int]:
+def launches(
+    script: ShellScript, pick: str = "", marks: Sequence[str] = _MARKS
+) -> tuple[dict[tuple[str, ...], list[tuple[int, int]]], int]:
     """The commands of a script that train a model, each with its places in the text, and the number of the one to read.
 
     Args:
         script: As it was read.
         pick: The number of a command, from 1; empty: the one with the most options.
+        marks: Options one of which such a command has.
 
     Raises:
         JobError: If there is no such command.
     """
     found: dict[tuple[str, ...], list[tuple[int, int]]] = {}
     for words, place in zip(script.commands, script.places, strict=True):
-        if {"--num-layers", "--hidden-size"} & {word.partition("=")[0] for word in words}:
+        if {*marks} & {word.partition("=")[0] for word in words}:
             found.setdefault(tuple(words), []).append(place)
     if pick and not (WHOLE(pick) and 1 <= int(pick) <= len(found)):
         raise JobError(f"pick must be the number of a launch, from 1 to {len(found)}, got {pick!r:.80}")
@@ -159,7 +167,7 @@ def _options(words: Sequence[str]) -> int:
     return sum(word.startswith("--") for word in words)
 
 
-def _reading_of_script(script: ShellScript, draft: Draft, pick: str) -> Reading:
+def _reading_of_script(script: ShellScript, draft: Draft, pick: str, marks: Sequence[str]) -> Reading:
     """Settings of the command of a script that trains a model.
 
     A script that only sets variables is read as one command of all words in them.
@@ -167,18 +175,18 @@ def _reading_of_script(script: ShellScript, draft: Draft, pick: str) -> Reading:
     Raises:
         JobError: If there is none.
     """
-    found, number = launches(script, pick)
+    found, number = launches(script, pick, marks)
     if len(found) > 1:
         draft.ignore(f"{len(found)} launches: number {number + 1} is read, --pick NUMBER reads another one")
     words = list([*found][number]) if found else max(script.commands, key=_options, default=[])
-    if "--num-layers" not in words and "--hidden-size" not in words:
+    if not {*marks} & {word.partition("=")[0] for word in words}:
         held = (value.split() if isinstance(value, str) else value for value in script.variables.values.values())
         longest = max(held, key=_options, default=[])
         if _options(longest) > _options(words):
             model = script.variables.values.get("HF_MODEL_CKPT") or script.variables.values.get("TOKENIZER_MODEL")
             words = [*longest, *(["--tokenizer-name-or-path", model] if model and isinstance(model, str) else [])]
     if not _options(words):
-        raise JobError("a script must hold a command with options of Megatron-LM, as --num-layers, got none")
+        raise JobError(f"a script must hold a command with options of Megatron-LM or a DLRM, as {marks[0]}, got none")
     stated = {canonical(flag, 0)[0] for flag, _ in _flags([*script.batch_options, *words])}
     for setting, names in _VARIABLES.items():  # where only the script's variables state the size of the cluster
         values = (script.variables.values.get(name) for name in names)

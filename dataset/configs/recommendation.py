@@ -13,15 +13,15 @@ from typing import Any
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import facts, read_source
-from stepsight.dataset.configs.drafts import WHOLE, ConfigFile, Draft
+from stepsight.dataset.configs.drafts import WHOLE, ConfigFile, Draft, Reading
 from stepsight.dataset.configs.key_table import ConfigText
+from stepsight.dataset.configs.megatron_words import reading_of
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.sharding import placements_of
 from stepsight.dataset.job.sharding_plans import TABLE_FIELDS, plan_tables, recommendation_model
 
 _FLAGS: Mapping[str, list[str]] = facts()["dlrm"]["flags"]
 _SPARSE = {"adagrad": "rowwise-adagrad", "rwsadagrad": "rowwise-adagrad", "sgd": "sgd", "adam": "adam"}
-_FLAG = re.compile(r"(?<![\w-])--([A-Za-z][\w-]*)(?:[=\s]+\"?'?([^\s\"'\\-][^\s\"'\\]*))?")
 
 
 def is_words(file: ConfigFile) -> bool:
@@ -39,60 +39,65 @@ def _sizes(text: str, flag: str) -> list[int]:
     try:
         return [int(float(size)) for size in re.split(r"[,\-]", text.strip(",-"))]
     except (ValueError, OverflowError):
-        raise JobError(f"--{flag} must be whole numbers, got {text!r:.80}") from None
+        raise JobError(f"{flag} must be whole numbers, got {text!r:.80}") from None
 
 
 def read_flags(file: ConfigFile, draft: Draft) -> None:
-    """Fill a draft from the flags of a DLRM."""
-    lines = re.sub(r"(?m)^[ \t]*#.*", "", read_source(file.path)).replace("\\\n", " ")
-    flags = {name.replace("-", "_"): value for name, value in _FLAG.findall(lines)}
+    """Fill a draft from the flags of a DLRM and of what launches it."""
+    marks = [f"--{name}" for rows in _FLAGS["rows"] for name in (rows, rows.replace("_", "-"))]
+    reading = reading_of(file, draft, marks)
+    reading.default = "PyTorch's default"
+    for read, key in ((_read_model, "model.tables"), (_read_batch, "batch.precision"), (_read_cluster, "cluster")):
+        reading.settle(read, key)
+    draft.choose("torchrec", "flags of a DLRM in PyTorch")
+    reading.ignore_rest()
 
-    def first(what: str) -> tuple[str, str]:
-        return next(((name, flags[name]) for name in _FLAGS[what] if flags.get(name)), ("", ""))
 
-    (rows_flag, rows), (_, width), (_, pooled) = first("rows"), first("dim"), first("pooling")
-    if not rows or "$" in rows or not WHOLE(width):
+def _read_model(reading: Reading) -> None:
+    rows, width, pooled = (reading.word(*_FLAGS[what]) for what in ("rows", "dim", "pooling"))
+    if not rows or not WHOLE(width):
         raise JobError(f"a DLRM's flags must state rows and width of its tables, got {rows!r:.80} and {width!r:.40}")
-    sizes, hot = _sizes(rows, rows_flag), _sizes(pooled, "multi_hot_sizes") if pooled else [1]
+    flag, hots = reading.source(*_FLAGS["rows"]), reading.source(*_FLAGS["pooling"])
+    sizes, hot = _sizes(rows, flag), _sizes(pooled, hots) if pooled else [1]
     hot = hot * len(sizes) if len(hot) == 1 else hot
     if len(hot) != len(sizes):
-        raise JobError(f"--multi_hot_sizes must have a size for each of {len(sizes)} tables, got {len(hot)}")
+        raise JobError(f"{hots} must have a size for each of {len(sizes)} tables, got {len(hot)}")
     pairs = zip(sizes, hot, strict=True)
     tables = [{"rows": rows, "dim": int(width), "pooling": float(min(each, rows))} for rows, each in pairs]
-    model, words = dict[str, Any](tables=tables), {"tables": f"--{rows_flag}"}
-    for key in ("bottom_mlp", "top_mlp"):
-        flag, value = first(key)
-        if value:
-            own = _sizes(value, flag)
-            if flag == "arch_mlp_bot":  # begins with the size of its input
-                model["dense_features"], own, words["dense_features"] = own[0], own[1:], f"--{flag}"
-            model[key], words[key] = own, f"--{flag}"
-    flag, interaction = first("interaction")
-    if interaction:
-        model["interaction"], words["interaction"] = "dcn-v2" if "dcn" in interaction else "dot", f"--{flag}"
-    for key in ("cross_layers", "cross_rank", "dense_features"):
-        flag, value = first(key)
-        if WHOLE(value):
-            model[key], words[key] = int(value), f"--{flag}"
-    _fill(draft, model, words)
-    _read_batch(draft, flags)
-    for name in flags.keys() - {name for names in _FLAGS.values() for name in names}:
-        draft.ignore(f"--{name} {flags[name]}".rstrip())
+    model, words = dict[str, Any](tables=tables), {"tables": flag}
+    for key in ("bottom_mlp", "top_mlp", "interaction", "cross_layers", "cross_rank", "dense_features"):
+        flag, value = reading.source(*_FLAGS[key]), reading.word(*_FLAGS[key])
+        if key.endswith("mlp") and value:
+            model[key], words[key] = _sizes(value, flag), flag
+        elif key == "interaction" and value:
+            model[key], words[key] = "dcn-v2" if "dcn" in value else "dot", flag
+        elif WHOLE(value):
+            model[key], words[key] = int(value), flag
+    if reading.word("arch_mlp_bot") and "bottom_mlp" in model:  # begins with the size of its input
+        model["dense_features"], words["dense_features"] = model["bottom_mlp"].pop(0), words["bottom_mlp"]
+    _fill(reading.draft, model, words)
 
 
-def _read_batch(draft: Draft, flags: Mapping[str, str]) -> None:
-    flag = "mini_batch_size" if flags.get("mini_batch_size") else "batch_size"
-    of_rank = flag == "batch_size" and "num_embeddings_per_feature" in flags  # NVIDIA's flag is of all devices
-    if WHOLE(flags.get(flag, "")):
-        draft.map("batch.micro_batch" if of_rank else "batch.global_batch", int(flags[flag]), f"--{flag}")
-    draft.map("run.accumulation", 1, "a step has one batch")
-    if "amp" in flags or "bf16" in flags:
-        draft.map("batch.precision", "bf16" if "bf16" in flags else "fp16", "--bf16" if "bf16" in flags else "--amp")
-    draft.assume("batch.precision", "fp32", "PyTorch's default")
-    kind = flags.get("optimizer", "adagrad" if "adagrad" in flags else "")
+def _read_batch(reading: Reading) -> None:
+    names = "mini_batch_size", "micro_batch_size"  # the latter is how --batch_size is read
+    if WHOLE(size := reading.word(*names)):
+        of_rank = reading.find(*names) == names[1] and "num_embeddings_per_feature" in reading  # NVIDIA's is of all
+        reading.map("batch.micro_batch" if of_rank else "batch.global_batch", int(size), *names)
+    reading.draft.map("run.accumulation", 1, "a step has one batch")
+    for name, precision in (("allow_tf32", "tf32"), ("amp", "fp16"), ("bf16", "bf16")):
+        if reading.flag(name):
+            reading.map("batch.precision", precision, name)
+    reading.assume("batch.precision", "fp32")
+    kind = reading.word("optimizer") or ("adagrad" if reading.flag("adagrad") else "")
     if kind.lower() in _SPARSE:
-        draft.map("sharding.optimizer", _SPARSE[kind.lower()], "--optimizer" if "optimizer" in flags else "--adagrad")
-    draft.choose("torchrec", "flags of a DLRM in PyTorch")
+        reading.map("sharding.optimizer", _SPARSE[kind.lower()], "optimizer", "adagrad")
+
+
+def _read_cluster(reading: Reading) -> None:
+    for number, name in enumerate(("nodes", "devices_per_node"), 1):
+        if found := re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", reading.word("j")):  # of torchx run
+            reading.map(f"cluster.{name}", int(found[number]), "j")
+        reading.copy(f"cluster.{name}", name)
 
 
 def _fill(draft: Draft, model: Mapping[str, Any], words: Mapping[str, str]) -> None:

@@ -34,7 +34,46 @@ def test_flags_of_three_dlrms_state_one_model(name: str, tmp_path: Path) -> None
     assert [table.rows for table in found.job.model.tables] == [10000, 300, 8]
     assert found.job.model.bottom_mlp == (512, 64) and found.job.model.top_mlp == (512, 1)
     assert {table.pooling for table in found.job.model.tables} == ({1.0} if name == "nvidia" else {4.0})
-    assert found.ignored == (("--print_freq 10",) if name == "facebookresearch" else ())
+    assert found.ignored == (("--print-freq 10",) if name == "facebookresearch" else ())
+
+
+_SIZES = "--embedding_dim 8 --num_embeddings_per_feature 10,20 --over_arch_layer_sizes 8,1 --multi_hot_sizes 3,2"
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        "torchrun --nproc_per_node 4 --nnodes 2 dlrm_main.py",
+        "torchrun --nproc-per-node=4 --nnodes=2 --rdzv_backend c10d -m torchrec_dlrm.dlrm_main",
+        "torchx run -s local_cwd dist.ddp -j 2x4 --script dlrm_main.py --",
+        "#SBATCH --nodes=2 --gpus-per-node=4\nsrun python dlrm_main.py",
+        "NNODES=2\nGPUS_PER_NODE=4\ntorchrun --nproc_per_node $GPUS_PER_NODE --nnodes $NNODES dlrm_main.py",
+    ],
+)
+def test_what_launches_a_dlrm_states_the_cluster(launch: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"#!/bin/bash\n{launch} {_SIZES} --batch_size 16\n")
+    found = read_configs(tmp_path / "run.sh")
+    assert found.mapped["cluster.nodes"] == 2 and found.mapped["cluster.devices_per_node"] == 4
+    assert found.job.batch.global_batch == 8 * 16
+
+
+@pytest.mark.parametrize(
+    ("flags", "precision"), [("", "fp32"), ("--allow_tf32", "tf32"), ("--allow_tf32 --amp", "fp16")]
+)
+def test_flags_state_the_precision(flags: str, precision: str, tmp_path: Path) -> None:
+    (tmp_path / "args.txt").write_text(f"{_SIZES} {flags}\n")
+    found = read_configs(tmp_path / "args.txt")
+    assert found.job.batch.precision == precision and not found.ignored
+
+
+def test_each_flag_of_a_dlrm_is_told(tmp_path: Path) -> None:
+    """Also those of which only a part of a value is made, and those that set nothing."""
+    flags = f"{_SIZES} --amp --bf16 --allow_tf32 --adagrad --data_size 9 --epochs 1 --interaction_type dcn"
+    (tmp_path / "args.txt").write_text(f"{flags} --dense_arch_layer_sizes 8 --batch_size 2 --dcn_num_layers 3\n")
+    found = read_configs(tmp_path / "args.txt")
+    told = " ".join([*found.sources.values(), *found.reasons.values(), *found.ignored])
+    assert [word for word in flags.split() if word.startswith("--") and word not in told] == []
+    assert "--embedding_dim 8" in told and "--multi_hot_sizes 3,2" in told and "--data_size 9" in found.ignored
 
 
 def test_hugectrs_layers_state_a_model(tmp_path: Path) -> None:
