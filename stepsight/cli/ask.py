@@ -339,12 +339,9 @@ def search_command(
     from stepsight.experiments.search.search_report import plot_result, search_report, write_best
     from stepsight.experiments.search.strategies import scenario_jobs
 
-    best.check(job)
-    if uneven and not scenarios.is_empty:
-        raise StepsightError("--uneven is for one cluster and batch: search the best scenario again with it")
-    if uneven and goal_options.robust == REGRET:
-        raise StepsightError(f"--uneven does not go with --robust {REGRET}: give one of them")
-    predictor, nodes, problem = source.load(), scenarios.nodes, ""
+    _check_search(job, best, scenarios if uneven else None, goal_options)
+    asked: dict[str, Any] = {"predictor": source.load(), "space": space}
+    nodes, problem = scenarios.nodes, ""
     if len(nodes) == 1:  # one size is where the job is searched, and nothing to compare
         scenarios = replace(scenarios, nodes=())
     try:
@@ -357,7 +354,6 @@ def search_command(
         if isinstance(found, JobError):
             raise found from None
         read = found
-    asked: dict[str, Any] = {"predictor": predictor, "space": space}
     more = {"goal": goal_options.goal(scenarios), "scenarios": scenarios, "expert_loads": expert_loads}
     result = _searched(read, settings, workers, uneven, {**asked, **more})
     report = search_report(read, replace(result, own=None) if problem else result, settings.top)
@@ -370,6 +366,15 @@ def search_command(
     if csv is not None:
         write_text(csv, result.to_frame().to_csv(index=False))
     return Answer(report, text)
+
+
+def _check_search(job: list[Path], best: BestStrategyFile, uneven: Scenarios | None, goal_options: GoalOptions) -> None:
+    """``uneven``: the scenarios, if layers of stages are chosen, too; else None."""
+    best.check(job)
+    if uneven is not None and not uneven.is_empty:
+        raise StepsightError("--uneven is for one cluster and batch: search the best scenario again with it")
+    if uneven is not None and goal_options.robust == REGRET:
+        raise StepsightError(f"--uneven does not go with --robust {REGRET}: give one of them")
 
 
 def _searched(job: Job, settings: SearchSettings, workers: int, uneven: bool, asked: dict[str, Any]) -> SearchResult:

@@ -5,6 +5,7 @@ Also whether a store of MLflow can be used, its client, and predictors by name, 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
@@ -256,6 +257,7 @@ def store_client(uri: str) -> Any:
         warnings.simplefilter("ignore")
         import mlflow
 
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # a new store tells of its tables
         if uri.startswith("sqlite:///"):
             database_file(uri).parent.mkdir(parents=True, exist_ok=True)
         return mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -375,3 +376,9 @@ def test_only_the_last_layers_add_to_no_gradient() -> None:
     shape = small_shape("t5", model={"fused_attention": False})
     both, none = (Counter(ops(family.t5_layer(shape, kind), "add")) for kind in ("decoder", "last_decoder"))
     assert both - none == Counter([shape.op("add", 4 * 32 * 32), shape.op("add", 2 * 64 * 64)])
+
+
+def test_a_family_with_defaults_reaches_other_processes() -> None:
+    """Worker processes of a search get the job's family pickled."""
+    own = Family(decoder_embedding, decoder_layer, decoder_head)
+    assert pickle.loads(pickle.dumps(own)) == own

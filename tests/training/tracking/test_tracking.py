@@ -116,6 +116,13 @@ def enter(uri: str) -> None:
         raise AssertionError("nothing may be learned for a store that is none")
 
 
+def test_a_new_store_is_created_silently(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """MLflow's own level is set when it is imported, which may be earlier."""
+    with tracked(default_uri(tmp_path / "p"), "run"):
+        pass
+    assert capfd.readouterr().err == ""
+
+
 def test_a_run_ends_as_what_happened_to_it(tmp_path: Path) -> None:
     uri = default_uri(tmp_path / "p")
     with pytest.raises(KeyboardInterrupt), tracked(uri, "interrupted"):
