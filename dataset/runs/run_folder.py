@@ -260,6 +260,7 @@ class EventFile:
     calls: tuple[str, ...]  # name of the framework call that was measured, "" where it was the op by its dims
     hardware: Mapping[str, Any]  # fields of ``Hardware`` that were measured
     box: Box | None = None  # that it was measured in, None outside of one
+    device: str = ""  # that measured it, ``cpu`` or as drivers name it; "" if the file does not say it
 
 
 def read_event_file(path: Path) -> EventFile:
@@ -285,9 +286,10 @@ def check_events(tree: dict[str, Any], path: Path) -> EventFile:
         box = Box.from_dict(tree["box"]) if "box" in tree else None
         if box is not None and (size := tree.get("world_size")) != box.num_ranks:
             raise ValueError(f"world_size must equal the box's ranks, got {size!r:.80} != {box.num_ranks}")
+        device = typed(typed(tree.get("fingerprint", {}), dict, "fingerprint").get("device", ""), str, "device")
         told = [(record.get("op") or {}).get("call", [""]) for record in records]
         calls = tuple(typed(typed(call, list, "call")[0], str, "name of a call") for call in told)
-        return EventFile(path, busy, works, seconds, host, fresh, calls, facts, box)
+        return EventFile(path, busy, works, seconds, host, fresh, calls, facts, box, device)
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise TraceError(f"{path} must be an event profile: {why}") from None

@@ -18,7 +18,7 @@ import numpy as np
 from stepsight.dataset.base.bounded import read_parquet, read_unpacked, reason
 from stepsight.dataset.base.errors import TableError
 from stepsight.dataset.base.files import new_file
-from stepsight.dataset.hardware.hardware import reported_devices
+from stepsight.dataset.hardware.hardware import HARDWARE, find_hardware, reported_devices
 from stepsight.dataset.kinds.op import MOST_SIZE, Collective, Op
 
 if TYPE_CHECKING:
@@ -209,6 +209,20 @@ def device_name(told: str) -> str:
     """Preset of a device as drivers name it; where none is known, its name in lower case with dashes."""
     told = told.strip()
     return reported_devices().get(told) or re.sub(r"[^a-z0-9]+", "-", told.removeprefix("NVIDIA ").lower()).strip("-")
+
+
+def is_other_device(told: str, name: str) -> bool:
+    """Whether the device that a trace names (``cpu``, as drivers name it, or "" for one without a name) cannot be a
+    hardware: one of them is a CPU, or the chips differ.  The memory may differ: it changes no duration.
+    """
+    facts, named = find_hardware(name), find_hardware(device_name(told)) if told else None
+    differs = named is not None and name in HARDWARE and chip_name(name) != chip_name(named.name)
+    return facts is not None and (differs or (facts.kind == "cpu") != (told == "cpu"))
+
+
+def chip_name(name: str) -> str:
+    """A preset's name without its memory."""
+    return re.sub(r"-\d+gb$", "", name)
 
 
 NO_TIME = "no time"

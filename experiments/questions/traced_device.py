@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.hardware.hardware import (
     FABRICS,
@@ -16,7 +14,7 @@ from stepsight.dataset.hardware.hardware import (
     usual_fabric,
 )
 from stepsight.dataset.runs.run_folder import TracedRun
-from stepsight.dataset.tables.measurements import device_name
+from stepsight.dataset.tables.measurements import chip_name, device_name, is_other_device
 from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLatency
 from stepsight.training.shipped.catalogue import shipped_predictor
 
@@ -32,11 +30,9 @@ def traced_device(run: TracedRun, on: str = "", on_fabric: str = "") -> tuple[st
     if not name:
         name = "local-cpu" if on_host else device_name(said)
     if find_hardware(name) is None and not on:  # of another memory size, which changes no duration
-        name = preset_name(_chip(name))
+        name = preset_name(chip_name(name))
     facts = find_hardware(name)
-    named = find_hardware(device_name(said)) if said else None
-    differs = named is not None and name in HARDWARE.names() and _chip(name) != _chip(named.name)
-    if on and facts is not None and (differs or (facts.kind == "cpu") != on_host):
+    if on and is_other_device("cpu" if on_host else said, name):
         raise StepsightError(
             f"--on must be the traced device: the trace is of {said or ('a CPU' if on_host else 'a GPU')!r:.80}, "
             f"got {on!r:.80}; --hardware asks about another one"
@@ -58,11 +54,6 @@ def traced_device(run: TracedRun, on: str = "", on_fabric: str = "") -> tuple[st
             f"no usual fabric of {name} is known: name the traced one with --on-fabric, one of "
             f"{', '.join(FABRICS.names())}, or a file"
         ) from None
-
-
-def _chip(name: str) -> str:
-    """A preset's name without its memory."""
-    return re.sub(r"-\d+gb$", "", name)
 
 
 def preset_name(name: str) -> str:

@@ -71,7 +71,7 @@ def train(
         The predictor, as ``Predictor.load(out)`` reads it.
 
     Raises:
-        TraceError: If a folder is not a collection, or no collection holds measurements.
+        TraceError: If a folder is not a collection, no collection holds measurements, or some are of another device.
         PredictorError: If ``out`` exists and is no predictor.
         StepsightError: If ``context`` is unknown.
 
@@ -86,7 +86,7 @@ def train(
     say("reading event profiles and traces")
     runs = read_runs(folders, roles)
     imported = read_imported_runs(folders, hardware_name)
-    profile = read_profiles(folders, _fabric(hardware_name, runs), imported)
+    profile = read_profiles(folders, _fabric(hardware_name, runs), imported, hardware_name)
     if not profile.ops and not any(run.segments for run in runs):
         raise TraceError(
             f"training needs event profiles or traces of runs with role {' or '.join(roles)}, "

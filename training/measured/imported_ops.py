@@ -29,7 +29,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_folder import read_imported
 from stepsight.dataset.runs.trace import profiling_correction, without_overhead
-from stepsight.dataset.tables.measurements import device_name
+from stepsight.dataset.tables.measurements import device_name, is_other_device
 from stepsight.training.kernels import host_calls
 from stepsight.training.regression.regressor import Bounds, fit_physics
 
@@ -208,16 +208,24 @@ def read_imported_segments(folders: Iterable[Path], hardware: str = "") -> list[
     runs = [run for run in map(read_imported, folders) if run.role != HELDOUT]
     for run in runs:
         known = hardware in reported_devices().values() or run.hardware in reported_devices()
-        if hardware and run.hardware != "cpu" and known and device_name(run.hardware) != hardware:
-            raise TraceError(
-                f"every run must be on the predictor's hardware: the device must be {hardware!r:.80}, got "
-                f"{run.hardware!r:.80} in {run.folder}"
-            )
+        differs = run.hardware != "cpu" and known and device_name(run.hardware) != hardware
+        check_device(run.hardware, hardware, run.folder, differs)
     found = read_graphs([run.folder for run in runs], ("segment", "step"))
     return [
         ImportedSegments(run.folder, run.name, run.hardware or "cuda", run.job, graphs.segments, *graphs[1:])
         for run, graphs in zip(runs, found, strict=True)
     ]
+
+
+def check_device(told: str, hardware: str, where: Path, differs: bool = False) -> None:
+    """Refuse a measured device that is not the hardware to learn; ``differs``: it is known to be another one."""
+    if hardware and (differs or is_other_device(told, hardware)):
+        own = "local-cpu" if told == "cpu" else device_name(told)
+        raise TraceError(
+            f"every run must be on the predictor's hardware: the device must be {hardware!r:.80}, got "
+            f"{told or 'a GPU without a name'!r:.80} in {where}"
+            + (f"; `train --hardware {own:.80}` learns that one" if own else "")
+        )
 
 
 def imported_times(runs: Iterable[ImportedSegments]) -> dict[Op | Collective, list[float]]:

@@ -20,6 +20,7 @@ from stepsight.dataset.runs.run_manifest import RunManifest
 from stepsight.training.kernels.host_calls import SEVERAL, call_label
 from stepsight.training.measured.imported_ops import (
     ImportedSegments,
+    check_device,
     imported_times,
     read_graphs,
     read_imported_segments,
@@ -107,20 +108,26 @@ class MeasuredRun:
 
 
 def read_profiles(
-    collections: Iterable[Path], fabric: Fabric | None, imported: Sequence[ImportedSegments] = ()
+    collections: Iterable[Path],
+    fabric: Fabric | None,
+    imported: Sequence[ImportedSegments] = (),
+    hardware: str = "",
 ) -> Profile:
     """Read every event file of some collections except ``HELDOUT``, and add medians of signatures of imported runs that
     no event file has.
 
     ``collections``: folders.  ``fabric``: of files which name none, and of imported runs.  ``imported``: runs that were
-    imported.  Raises ``TraceError`` if a folder is no collection or named twice, a file is not what the harness writes,
-    or is of a box with more than ``MOST_TRAINING_RANKS``; or if collectives were measured and no fabric is known.
+    imported.  ``hardware``: to learn; "": any.  Raises ``TraceError`` if a folder is no collection or named twice, a
+    file is not what the harness writes, was measured on another device, or is of a box with more than
+    ``MOST_TRAINING_RANKS``; or if collectives were measured and no fabric is known.
     """
     profile = Profile(fabric)
     collections = _distinct(collections)
     paths = [path for folder in collections for path in read_collection(folder).events]
     files = [read_event_file(path) for path in paths if path.stem != HELDOUT]
     for file in files:
+        if file.device:
+            check_device(file.device, hardware, file.path)
         if file.box is not None:
             _check_ranks(file.box.num_ranks, file.path)
     for file in files:
@@ -226,6 +233,8 @@ def check_hardware(runs: Sequence[MeasuredRun], name: str) -> None:
             f"compiled, as {compiled[0]}"
         )
     for run in runs:
+        if device := str(run.manifest.fingerprint.get("device", "")):
+            check_device(device, name, run.manifest.folder)
         if run.manifest.job.hardware_name != name:
             raise TraceError(
                 f"every run must be on the predictor's hardware: cluster.hardware must be {name!r:.80}, "

@@ -87,8 +87,18 @@ def test_profiles_hold_what_was_imported(tmp_path: Path) -> None:
 
 def test_another_device_is_refused(tmp_path: Path) -> None:
     folder = imported_collection(tmp_path, GpuJob().step(1).file)
-    with pytest.raises(TraceError, match="A100-SXM4-80GB"):
+    for name in ("h100-sxm-80gb", "local-cpu"):
+        with pytest.raises(TraceError, match=f"must be '{name}', got 'NVIDIA A100-SXM4-80GB'"):
+            read_imported_runs([folder], name)
+
+
+def test_a_trace_of_a_cpu_teaches_no_gpu(tmp_path: Path) -> None:
+    file = KinetoFile(0, 1)
+    file.call("aten::add", 15, 20.0, [1024, 1024], [1024, 1024])
+    folder = imported_collection(tmp_path, file)
+    with pytest.raises(TraceError, match=r"device must be 'h100-sxm-80gb', got 'cpu'.*--hardware local-cpu"):
         read_imported_runs([folder], "h100-sxm-80gb")
+    assert [run.device for run in read_imported_runs([folder], "local-cpu")] == ["cpu"]
 
 
 HOST_ACTION_S, HOST_MESSAGE_S = 1e-3, 5e-4

@@ -12,11 +12,12 @@ from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.hardware.hardware import find_fabric
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.runs.run_manifest import Box, read_box
+from stepsight.dataset.runs.run_manifest import Box, RunManifest, read_box
 from stepsight.training.fitting.train_runs import train
 from stepsight.training.measured.measured import (
     MOST_TRAINING_RANKS,
     STALL,
+    MeasuredRun,
     Profile,
     average,
     check_hardware,
@@ -25,6 +26,7 @@ from stepsight.training.measured.measured import (
 )
 from tests.dataset.run_folders import write_events, write_run
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 LOOPBACK = find_fabric("loopback")
 ADD, GELU = Op("add", (1000,), "fp32"), Op("gelu", (1000,), "fp32")
 
@@ -159,3 +161,21 @@ def test_compiled_and_eager_runs_do_not_train_together(tmp_path: Path) -> None:
     check_hardware([run for run in runs if run.manifest.compiled], runs[0].manifest.job.cluster.hardware)
     with pytest.raises(TraceError, match="must be compiled, or of none: got 1 of 2"):
         check_hardware(runs, runs[0].manifest.job.cluster.hardware)
+
+
+def test_another_device_than_the_fingerprint_names_is_refused(tmp_path: Path) -> None:
+    """Both in event files and in runs, whatever hardware their jobs name."""
+    _events(tmp_path, 1, {}, [{"op": {"kind": "add", "dims": [1000], "dtype": "fp32"}, "seconds": 1e-5}])
+    path = tmp_path / "events" / "world1.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "fingerprint": {"device": "cpu"}}))
+    with pytest.raises(TraceError, match="device must be 'h100-sxm-80gb', got 'cpu'"):
+        read_profiles([tmp_path], LOOPBACK, hardware="h100-sxm-80gb")
+    assert read_profiles([tmp_path], LOOPBACK, hardware="local-cpu").ops == [ADD]
+    job = Job.from_file(EXAMPLES / "llama3-70b-fsdp-512.toml")
+    name = job.hardware_name
+    for device in ("cpu", "NVIDIA A100-SXM4-80GB"):
+        manifest = RunManifest(
+            folder=tmp_path, name="run", job=job, world_size=1, rounds=((1.0,),), fingerprint={"device": device}
+        )
+        with pytest.raises(TraceError, match=f"device must be '{name}', got '{device}'"):
+            check_hardware([MeasuredRun(manifest, ())], name)
