@@ -193,9 +193,9 @@ def _option(
     return made, read
 
 
-def _path(text: str) -> Path:
+def _path(text: str | Path) -> Path:
     try:
-        return named_path(text)
+        return named_path(str(text))  # a default is a path already
     except StepsightError as error:
         raise typer.BadParameter(str(error)) from None
 

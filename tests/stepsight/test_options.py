@@ -9,6 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from stepsight.cli import app
 from stepsight.cli.options import Answer, command
 from stepsight.dataset.base.errors import StepsightError
 
@@ -97,3 +98,10 @@ def test_an_option_without_a_meaning_is_refused() -> None:
 
     with pytest.raises(AssertionError, match="unknown needs a meaning"):
         command(other)
+
+
+def test_a_default_that_is_a_path_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defaults pass through the reader of an option too."""
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["plan-profile", "--hardware", "a100-sxm-80gb", "--json"])
+    assert done.exit_code == 0 and list(tmp_path.glob("*.json")), done.output
