@@ -156,6 +156,7 @@ class Reading:
         defaults: The framework's values of settings that the configuration does not state.
         names: Settings of the row that is read.
         folder: Of the configuration.
+        stated: How the configuration writes a setting's value, by name; else as it is.
     """
 
     draft: Draft
@@ -165,6 +166,7 @@ class Reading:
     defaults: Mapping[str, Any] | None = None
     names: tuple[str, ...] = ()
     folder: Path = Path()
+    stated: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         draft = self.draft
@@ -312,7 +314,7 @@ class Reading:
 
     def _written(self, name: str) -> str:
         """A setting as the configuration writes it, with its value."""
-        value, words = self._stated[name], self.source(name)
+        value, words = self.stated.get(name, self._stated[name]), self.source(name)
         if words.startswith("--") and isinstance(value, bool):  # an option of a command line without a value
             return words
         return f"{words} {' '.join(map(str, value)) if isinstance(value, list) else value}".strip()

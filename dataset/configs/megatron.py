@@ -106,6 +106,8 @@ def _read_gradients(reading: Reading) -> None:
     if elements := reading.positive("ddp_bucket_size"):
         size = elements * (2 if narrow else 4) / 2**20
         reading.map("parallel.bucket_mbytes", float(f"{size:.6g}"), "ddp_bucket_size")
+    elif reading.values.get("optim.name") != _NO_ZERO[1] and (size := reading.number("bucket_cap_mb", whole=False)):
+        reading.map("parallel.bucket_mbytes", float(size), "bucket_cap_mb")
 
 
 def _write_gradients(view: JobView) -> None:
@@ -186,6 +188,8 @@ def _read_precision(reading: Reading) -> None:
         reading.map("batch.precision", "nvfp4", "fp4")
     elif "fp8" in reading and reading.take("fp8") not in (False, "false"):
         reading.map("batch.precision", "fp8", "fp8")
+        for name in ("fp8_hybrid", "fp8_e4m3"):  # of NeMo, which format: a job has one fp8
+            reading.find(name)
         known = {"tensorwise": "dynamic", "blockwise": "dynamic", "mxfp8": "mxfp8"}
         reading.map("batch.fp8_scaling", known.get(reading.word("fp8_recipe"), "delayed"), "fp8_recipe")
     elif half:

@@ -28,6 +28,7 @@ _VARIABLES = {
 _MARKS = ("--num-layers", "--hidden-size")  # one of which a command has that trains a model
 DEFAULT = "Megatron-LM's default"
 _NUMBER = re.compile(r"-?\d")
+_Found = tuple[str, Any, str, Any]  # name and value as the configuration writes them, and as ``megatron`` reads them
 
 
 def read_words(file: ConfigFile, draft: Draft) -> None:
@@ -60,18 +61,18 @@ def reading_of(file: ConfigFile, draft: Draft, marks: Sequence[str] = _MARKS) ->
 
 def read_arguments(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from arguments by name; a false one is a flag that is not given."""
-    found: list[tuple[str, str, Any]] = []
-    for place, value in flat(file.tables).items():
+    found: list[_Found] = []
+    for place, stated in flat(file.tables).items():
         flag = place.removeprefix("MODEL_ARGS.")
-        name, value = (f":{place}", value) if flag == place or value is False else canonical(flag, value)
-        found.append((flag, name, value[0] if isinstance(value, list) and len(value) == 1 else value))
+        name, value = (f":{place}", stated) if flag == place or stated is False else canonical(flag, stated)
+        found.append((flag, stated, name, value[0] if isinstance(value, list) and len(value) == 1 else value))
     read_megatron(_reading(draft, found))
 
 
 def read_yaml(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from Megatron-Core's YAML: the innermost name of each value counts, whatever its table."""
-    places = ((place, *canonical(place.rpartition(".")[2], value)) for place, value in flat(file.tables).items())
-    read_megatron(_reading(draft, (found for found in places if found[2] is not None)))
+    places = ((place, value, *canonical(place.rpartition(".")[2], value)) for place, value in flat(file.tables).items())
+    read_megatron(_reading(draft, (found for found in places if found[3] is not None)))
 
 
 def read_bridge(file: ConfigFile, draft: Draft) -> None:
@@ -84,14 +85,14 @@ def read_bridge(file: ConfigFile, draft: Draft) -> None:
     read_yaml(ConfigFile(file.path, {**tables, "mixed_precision": file.tables.get("mixed_precision")}), draft)
 
 
-def _reading(draft: Draft, found: Iterable[tuple[str, str, Any]]) -> Reading:
-    """Settings, each as the configuration writes it, as ``megatron`` reads it, and its value; the last one counts."""
-    values, shown = dict[str, Any](), dict[str, str]()
-    for words, name, value in found:
-        if name in values and (shown[name], values[name]) != (words, value):
-            draft.ignore(f"{shown[name]} {values[name]}: {words} {value} comes later")
-        values[name], shown[name] = value, words
-    return Reading(draft, values, shown, DEFAULT)
+def _reading(draft: Draft, found: Iterable[_Found]) -> Reading:
+    """Settings of a configuration; of those that ``megatron`` reads as the same one, the last one counts."""
+    values, shown, stated = dict[str, Any](), dict[str, str](), dict[str, Any]()
+    for words, own, name, value in found:
+        if name in values and (shown[name], stated[name]) != (words, own):
+            draft.ignore(f"{shown[name]} {stated[name]}: {words} {own} comes later")
+        values[name], shown[name], stated[name] = value, words, own
+    return Reading(draft, values, shown, DEFAULT, stated=stated)
 
 
 def canonical(name: str, value: Any) -> tuple[str, Any]:
@@ -110,14 +111,14 @@ def _reading_of_words(draft: Draft, words: Sequence[str], launcher: Sequence[str
 
     Those of a batch system (``launcher``) count where the command has none of the name; its other options are listed.
     """
-    found: list[tuple[str, str, Any]] = []
-    for flag, value in _flags(launcher):
-        name, digits = canonical(flag, 0)[0], re.findall(r"\d+", str(value))
+    found: list[_Found] = []
+    for flag, stated in _flags(launcher):
+        name, digits = canonical(flag, 0)[0], re.findall(r"\d+", str(stated))
         name = {"N": "nodes", "gres": "devices_per_node"}.get(name, name)
-        value = digits[-1] if digits and name == "devices_per_node" else value
+        value = digits[-1] if digits and name == "devices_per_node" else stated
         known = name in _VARIABLES and re.fullmatch(r"\d+", str(value))
-        found.append((f"#SBATCH {flag}", name if known else f"#SBATCH {flag}", value))
-    found += [(flag, *canonical(flag, value)) for flag, value in _flags(words)]
+        found.append((f"#SBATCH {flag}", stated, name if known else f"#SBATCH {flag}", value))
+    found += [(flag, value, *canonical(flag, value)) for flag, value in _flags(words)]
     return _reading(draft, found)
 
 
@@ -210,16 +211,17 @@ def _reading_of_script(script: ShellScript, draft: Draft, pick: str, marks: Sequ
 def read_nemo(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from a configuration."""
     everything = flat(file.tables)
-    found: list[tuple[str, str, Any]] = []
+    found: list[_Found] = []
     for key, value in everything.items():
         for _ in range(5):  # a value may refer to another one, as ${model.encoder_seq_length}
             named = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
             if named is not None:
                 value = everything.get(key.rpartition(".")[0] + named[1] if named[1].startswith(".") else named[1])
         if value is not None and value != "???" and "${" not in (value if isinstance(value, str) else ""):
-            found.append((key, *_nemo_setting(key, value)))
-    if "num_query_groups" in (name for _, name, _ in found):
-        found.append(("model.num_query_groups", "group_query_attention", True))
+            found.append((key, value, *_nemo_setting(key, value)))
+    groups = next((stated for _, stated, name, _ in found if name == "num_query_groups"), None)
+    if groups is not None:
+        found.append(("model.num_query_groups", groups, "group_query_attention", True))
     draft.framework = "nemo"
     first, last = Row("model.family", read=_read_nemo_first), Row("model.fused_attention", read=_read_nemo_attention)
     read_megatron(_reading(draft, found), (first,), (last,))
@@ -247,7 +249,9 @@ def _nemo_setting(key: str, value: Any) -> tuple[str, Any]:
 
 
 def _read_nemo_first(reading: Reading) -> None:
-    if "bf16" not in reading and "fp16" not in reading and ":trainer.precision" not in reading:
+    if reading.word(":trainer.precision").startswith("32"):
+        reading.map("batch.precision", "fp32", ":trainer.precision")
+    elif "bf16" not in reading and "fp16" not in reading and ":trainer.precision" not in reading:
         reading.assume("batch.precision", "bf16", "NeMo's default")
     if reading.take("megatron_amp_O2") is False:
         reading.ignore("model.megatron_amp_O2 false: gradients are taken to be as with true")

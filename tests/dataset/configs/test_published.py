@@ -353,3 +353,37 @@ def test_nemo(tmp_path: Path) -> None:
     p = job.parallel
     assert (p.tp, p.dp, p.zero_stage, p.recompute, p.recompute_every) == (2, 16, 1, "full", 4)
     assert (job.model.layers, job.model.seq_len, job.framework) == (24, 2048, "nemo")
+
+
+_SYNC = "overlap_grad_sync: true, overlap_param_sync: true, bucket_cap_mb: 75, ddp_bucket_size: null"
+
+
+@pytest.mark.parametrize(("name", "mbytes"), [("distributed_fused_adam", 75.0), ("mcore_distributed_optim", None)])
+def test_a_nemo_optimizer_states_how_gradients_are_sent(name: str, mbytes: float | None, tmp_path: Path) -> None:
+    """Megatron-Core's buckets have a number of elements: NeMo does not give it ``bucket_cap_mb``."""
+    found = read(tmp_path, {"n.yaml": NEMO.replace("distributed_fused_adam", f"{name}, {_SYNC}")})
+    assert found.mapped["parallel.overlap_grad_reduce"] and found.mapped["parallel.overlap_param_gather"]
+    assert found.mapped.get("parallel.bucket_mbytes") == mbytes
+    assert [text for text in found.ignored if "_sync" in text or "bucket" in text] == (
+        [] if mbytes else ["model.optim.bucket_cap_mb 75"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("n.yaml", NEMO, {"batch.precision": "trainer.precision bf16"}),
+        ("n.yaml", NEMO.replace("n: bf16", "n: 32-true"), {"batch.precision": "trainer.precision 32-true"}),
+        (
+            "n.yaml",
+            NEMO.replace("model:\n", "model:\n  fp8: true\n  fp8_hybrid: true\n"),
+            {"batch.precision": "model.fp8 True; trainer.precision bf16; model.fp8_hybrid True"},
+        ),
+        ("n.sh", "#SBATCH --gres=gpu:4\ntrain --num-layers 2\n", {"cluster.devices_per_node": "#SBATCH --gres gpu:4"}),
+    ],
+)
+def test_words_of_a_value_are_those_of_the_file(file: str, text: str, words: dict[str, str], tmp_path: Path) -> None:
+    """Not those by which Megatron's reader knows the same setting."""
+    found = read(tmp_path, {file: text})
+    assert found.sources.items() >= words.items()
+    assert not any("precision" in text or "fp8" in text for text in found.ignored)
