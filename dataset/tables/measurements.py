@@ -18,7 +18,7 @@ import numpy as np
 from stepsight.dataset.base.bounded import read_parquet, read_unpacked, reason
 from stepsight.dataset.base.errors import TableError
 from stepsight.dataset.base.files import new_file
-from stepsight.dataset.hardware.hardware import HARDWARE, find_hardware, reported_devices
+from stepsight.dataset.hardware.hardware import HARDWARE, canonical_hardware, find_hardware, reported_devices
 from stepsight.dataset.kinds.op import MOST_SIZE, Collective, Op
 
 if TYPE_CHECKING:
@@ -215,6 +215,7 @@ def is_other_device(told: str, name: str) -> bool:
     """Whether the device that a trace names (``cpu``, as drivers name it, or "" for one without a name) cannot be a
     hardware: one of them is a CPU, or the chips differ.  The memory may differ: it changes no duration.
     """
+    name = canonical_hardware(name)
     facts, named = find_hardware(name), find_hardware(device_name(told)) if told else None
     differs = named is not None and name in HARDWARE and chip_name(name) != chip_name(named.name)
     return facts is not None and (differs or (facts.kind == "cpu") != (told == "cpu"))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shutil
 import sys
+import textwrap
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,15 +37,30 @@ class Study:
     """An entry of ``stepsight experiment``."""
 
     name: str  # of the entry
-    about: str  # what it measures, and what it needs
+    about: str  # what it measures, and what it needs: paragraphs, the first sentence says it alone
     # from the options to figures that JSON can hold, and the same as text
     run: Callable[[argparse.Namespace], tuple[Any, str]]
     # flags, with the keywords that ``argparse`` takes; all studies also have ``--json``
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
+    @property
+    def summary(self) -> str:
+        """The first sentence of ``about``, in one line."""
+        first = " ".join(self.about.strip().split("\n\n")[0].split())
+        return re.split(r"(?<=\.) ", first)[0].removesuffix(".").replace("``", "`")
+
     def main(self, arguments: Sequence[str]) -> int:
         """Parse the arguments, run, and print; returns the exit code."""
-        parser = argparse.ArgumentParser(prog=f"stepsight experiment {self.name}", description=self.about)
+        width = shutil.get_terminal_size().columns - 2
+        parts = [  # paragraphs stay apart; an indented one is code
+            part if part.startswith(" ") else textwrap.fill(" ".join(part.split()), width, break_on_hyphens=False)
+            for part in self.about.strip("\n").replace("``", "`").split("\n\n")
+        ]
+        parser = argparse.ArgumentParser(
+            prog=f"stepsight experiment {self.name}",
+            description="\n\n".join(parts),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         for flag, how in self.options.items():
             parser.add_argument(flag, **how)
         parser.add_argument("--json", action="store_true", help="print the figures as JSON")

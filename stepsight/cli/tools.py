@@ -135,7 +135,7 @@ def experiment_command(
             "clone the repository, run `pip install -e .` there, and try again"
         ) from None
     if name in ("", "-h", "--help"):
-        told = "".join(f"\n  {each:<16}{studies[each].about.partition('. ')[0]}" for each in sorted(studies))
+        told = "".join(f"\n  {each:<16}{studies[each].summary}" for each in sorted(studies))
         typer.echo(f"{context.get_help()}\n\nStudies:{told}")
         return
     if name not in studies:

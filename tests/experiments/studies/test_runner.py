@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from stepsight.cli import app
 from stepsight.experiments.studies import runner
+from stepsight.experiments.studies.study import Study
 
 
 def test_the_command_lists_the_studies() -> None:
@@ -20,3 +21,19 @@ def test_every_study_has_help_and_json(name: str, capsys: pytest.CaptureFixture[
         runner.STUDIES[name].main(["--help"])
     told = capsys.readouterr().out
     assert ended.value.code == 0 and f"stepsight experiment {name}" in told and "--json" in told
+
+
+def test_the_list_has_one_line_for_each_study() -> None:
+    """However many paragraphs say what it measures: the first sentence alone."""
+    listed = CliRunner().invoke(app, ["experiment"]).output.partition("Studies:\n")[2].splitlines()
+    assert [line.split()[0] for line in listed] == sorted(runner.STUDIES)
+    assert not any("``" in line or ". " in line for line in listed)
+
+
+def test_help_keeps_paragraphs_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    about = "Compare ``a``\nwith b. More of it.\n\n    stepsight experiment it --json\n\nThe end.\n"
+    study = Study("it", about, lambda options: ({}, ""))
+    with pytest.raises(SystemExit):
+        study.main(["--help"])
+    text = "\n\nCompare `a` with b. More of it.\n\n    stepsight experiment it --json\n\nThe end.\n\n"
+    assert text in capsys.readouterr().out and study.summary == "Compare `a` with b"
