@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError
@@ -18,7 +19,7 @@ from stepsight.dataset.configs.key_table import ConfigText
 from stepsight.dataset.configs.megatron_words import reading_of
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.sharding import placements_of
-from stepsight.dataset.job.sharding_plans import TABLE_FIELDS, plan_tables, recommendation_model
+from stepsight.dataset.job.sharding_plans import TABLE_FIELDS, plan_tables, recommendation_model, torchrec_type
 
 _FLAGS: Mapping[str, list[str]] = facts()["dlrm"]["flags"]
 _SPARSE = {"adagrad": "rowwise-adagrad", "rwsadagrad": "rowwise-adagrad", "sgd": "sgd", "adam": "adam"}
@@ -174,7 +175,13 @@ def _pooling(data: Mapping[str, Any]) -> float:
 
 def write_plan(job: Job) -> ConfigText:
     """Write where the tables of a job lie as torchrec's plan."""
-    places = placements_of(job.model.tables, job.sharding, job.table_ranks)
-    plan = plan_tables(job.model.tables, places, job.table_ranks.per_node)
+    ranks = job.table_ranks
+    places = placements_of(job.model.tables, replace(job.sharding, partial_rows=False), ranks)
+    if lost := [place.name for place in places if torchrec_type(place, ranks) is None]:
+        raise JobError(
+            f"torchrec cuts a table by rows over all {ranks.num} ranks or over the {ranks.per_node} of a node, and "
+            f"{len(lost)} lie on others ({', '.join(lost[:3])}): state sharding.partial_rows = false"
+        )
+    plan = plan_tables(job.model.tables, places, ranks)
     note = "the key of the plan is the path of the EmbeddingBagCollection in the model: rename it"
     return ConfigText(text=json.dumps(plan, indent=1) + "\n", suffix=".json", notes=(note,))

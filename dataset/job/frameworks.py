@@ -101,6 +101,7 @@ class Framework:
     loss_share: float = 1.0
     mean_tokens: int = 0
     hierarchical: bool = False
+    partial_rows: bool = True
 
     def __post_init__(self) -> None:
         choices = {key.partition(".")[2]: words for key, words in CHOICES.items()}

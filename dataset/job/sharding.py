@@ -70,6 +70,8 @@ class ShardingSpec:
         pipelined: Whether indices of the next batch travel beside this one (torchrec's ``TrainPipelineSparseDist``).
         hierarchical: Whether sums and indices travel within nodes first, and then between devices of equal number on
             each node, in fewer and larger messages (HugeCTR's hierarchical communication).
+        partial_rows: Whether ``auto`` and a search may cut a table by rows over some ranks; torchrec cuts over all
+            ranks, or over those of a node.
         tables: Placements of single tables, as a plan has them.
     """
 
@@ -81,6 +83,7 @@ class ShardingSpec:
     optimizer: str = "rowwise-adagrad"
     pipelined: bool = True
     hierarchical: bool = False
+    partial_rows: bool = True
     tables: tuple[TablePlacement, ...] = ()
 
 
@@ -405,7 +408,11 @@ def ruled_kinds(table: TableSpec, spec: ShardingSpec, ranks: Ranks) -> list[tupl
         return [kinds.get(spec.rule, (REPLICATED, 0))]
     parts = {ranks.num, *(2**power for power in range(1, ranks.num.bit_length()))}
     whole = [n for n in sorted(parts) if 1 < n <= ranks.num and (n <= ranks.per_node or n % ranks.per_node == 0)]
+    if not spec.partial_rows:
+        whole = [ranks.num] if ranks.num > 1 else []
     found = [(TABLE, 1), *((ROW, shards) for shards in whole)]
+    if not spec.partial_rows and 1 < ranks.per_node < ranks.num:
+        found.append(kinds[TABLE_ROW])
     small = table.rows * table.dim * DTYPE_BYTES[table.precision] <= 1e6 * spec.replicate_mbytes
     return [*found, *([(REPLICATED, 0)] if small else [])]
 

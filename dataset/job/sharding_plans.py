@@ -120,27 +120,39 @@ def _cut(whole: int, each: int, count: int) -> list[int]:
     return [max(0, min(each, whole - number * each)) for number in range(count)]
 
 
+def torchrec_type(place: TablePlacement, ranks: Ranks) -> str | None:
+    """torchrec's type of a placement; None: it cuts by rows over all ranks or a node alone."""
+    if place.kind not in (ROW, TABLE_ROW) or (place.kind == ROW and len(place.ranks) == ranks.num):
+        return place.kind.replace("-", "_")
+    node = place.ranks[0] // ranks.per_node
+    of_node = range(node * ranks.per_node, (node + 1) * ranks.per_node)
+    return TABLE_ROW.replace("-", "_") if place.ranks == tuple(of_node) else None
+
+
 def plan_tables(
-    tables: Sequence[TableSpec], places: Sequence[TablePlacement], per_node: int = 8, module: str = ""
+    tables: Sequence[TableSpec], places: Sequence[TablePlacement], ranks: Ranks, module: str = ""
 ) -> dict[str, Any]:
     """Placements as torchrec's plan, plain values for JSON.
 
     Args:
         tables, places: The tables, and where each lies.
-        per_node: Ranks of a node.
+        ranks: The ranks that share the tables.
         module: Path of the collection in the model; empty: the model is the collection.
     """
     kernels = {"hbm": "fused", "uvm": "fused_uvm_caching", "host": "fused_uvm"}
     found = dict[str, Any]()
     for table, place in zip(tables, places, strict=True):
         kernel = "dense" if place.kind == REPLICATED else kernels[place.location]
-        found[place.name] = {"sharding_type": place.kind.replace("-", "_"), "compute_kernel": kernel}
+        found[place.name] = {
+            "sharding_type": torchrec_type(place, ranks) or place.kind.replace("-", "_"),
+            "compute_kernel": kernel,
+        }
         found[place.name]["ranks"], shards, first = list(place.ranks), list[dict[str, Any]](), 0
         count, by_columns = len(place.ranks), place.kind == COLUMN
         whole = table.dim if by_columns else table.rows
         for rank, size in zip(place.ranks, _cut(whole, -(-whole // max(count, 1)), count), strict=True):
             sizes, offsets = ([table.rows, size], [0, first]) if by_columns else ([size, table.dim], [first, 0])
-            where = f"rank:{rank}/cuda:{rank % per_node}"
+            where = f"rank:{rank}/cuda:{rank % ranks.per_node}"
             shards.append({"shard_sizes": sizes, "shard_offsets": offsets, "placement": where})
             first += size
         if shards:

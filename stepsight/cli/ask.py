@@ -342,8 +342,8 @@ def search_command(
     _check_search(job, best, scenarios if uneven else None, goal_options)
     asked: dict[str, Any] = {"predictor": source.load(), "space": space}
     nodes, problem = scenarios.nodes, ""
-    if len(nodes) == 1:  # one size is where the job is searched, and nothing to compare
-        scenarios = replace(scenarios, nodes=())
+    if len(nodes) == 1:
+        scenarios = replace(scenarios, nodes=())  # where the job is searched
     try:
         own = read = overrides.read(job, nodes[0] if len(nodes) == 1 else None)
     except JobError as error:
@@ -354,11 +354,12 @@ def search_command(
         if isinstance(found, JobError):
             raise found from None
         read = found
+    read = _placed_for(read, best.to)
     more = {"goal": goal_options.goal(scenarios), "scenarios": scenarios, "expert_loads": expert_loads}
     result = _searched(read, settings, workers, uneven, {**asked, **more})
     report = search_report(read, replace(result, own=None) if problem else result, settings.top)
     written = {"text": ""} if best.out is None else write_best(result, best.out, best.to, (job[0], own), asked)
-    notes = [problem] if problem else []
+    notes = [problem] * bool(problem)
     text = "\n".join([report.pop("text"), *notes]) + written.pop("text")
     report |= {**written, "notes": [*notes, *written.get("notes", ())]}
     if plot is not None:
@@ -375,6 +376,11 @@ def _check_search(job: list[Path], best: BestStrategyFile, uneven: Scenarios | N
         raise StepsightError("--uneven is for one cluster and batch: search the best scenario again with it")
     if uneven is not None and goal_options.robust == REGRET:
         raise StepsightError(f"--uneven does not go with --robust {REGRET}: give one of them")
+
+
+def _placed_for(job: Job, to: str) -> Job:
+    """The job, whose tables are placed as the framework that it is written for can."""
+    return replace(job, sharding=replace(job.sharding, partial_rows=False)) if to == "torchrec" else job
 
 
 def _searched(job: Job, settings: SearchSettings, workers: int, uneven: bool, asked: dict[str, Any]) -> SearchResult:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -155,3 +156,22 @@ def test_many_broken_rules_make_a_short_error(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"; and \d+ more$") as raised:
         read_configs(tmp_path / "job.json")
     assert len(str(raised.value)) < 1000 and str(raised.value).count("job.json") == 1
+
+
+def test_a_plan_cuts_rows_only_as_torchrec_can() -> None:
+    """Over all ranks, or over those of one node, which is another type; the rule ``auto`` keeps to it."""
+    tables = [{"rows": 10**7, "dim": 64, "pooling": 80.0, "name": "hot"}, {"rows": 1000, "dim": 64, "name": "small"}]
+    asked = {**DLRM, "model": {**DLRM["model"], "tables": tables}, "framework": "torchrec"}
+    asked |= {"batch": {"micro_batch": 64, "global_batch": 1024, "precision": "fp32"}}
+    asked |= {"cluster": {"hardware": "a100-sxm-80gb", "devices_per_node": 8, "nodes": 2}}
+
+    def plan(*ranks: int) -> Any:
+        placed = [{"name": "hot", "kind": "row-wise", "ranks": list(ranks)}] if ranks else []
+        job = Job.from_dict({**asked, "sharding": {"tables": placed}})
+        return next(iter(json.loads(write_config(job, "torchrec").text).values()))["hot"]
+
+    assert plan(*range(16))["sharding_type"] == "row_wise"
+    assert plan(*range(8, 16))["sharding_type"] == "table_row_wise"
+    assert plan()["sharding_type"] in ("table_wise", "row_wise", "table_row_wise")
+    with pytest.raises(JobError, match=r"over all 16 ranks or over the 8 of a node, and 1 lie on others \(hot\)"):
+        plan(0, 1, 2, 3)

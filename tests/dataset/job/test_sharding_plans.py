@@ -28,7 +28,7 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
         job = Job.from_dict(tables_of_job(sharding={"rule": rule}))
         places = placements_of(job.model.tables, job.sharding, job.table_ranks)
         path = tmp_path / "plan.json"
-        path.write_text(json.dumps(plan_tables(job.model.tables, places)))
+        path.write_text(json.dumps(plan_tables(job.model.tables, places, job.table_ranks)))
         assert read_plan(path) == places
         again = Job.from_dict(tables_of_job(sharding={"plan": str(path)}))
         assert placements_of(again.model.tables, again.sharding, again.table_ranks) == places
@@ -96,7 +96,8 @@ def test_a_plan_has_every_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sizes", [[9_993, 1, 3, 3], [-5, 5_005, 5_000, 0], [2_500, 5_000, 2_500, 0], ["x", 1, 1, 1]])
 def test_shards_that_torchrec_would_not_cut_are_refused(sizes: list[Any], tmp_path: Path) -> None:
     job = Job.from_dict(tables_of_job(sharding={"rule": "row-wise"}))
-    plan = plan_tables(job.model.tables, placements_of(job.model.tables, job.sharding, job.table_ranks))
+    places = placements_of(job.model.tables, job.sharding, job.table_ranks)
+    plan = plan_tables(job.model.tables, places, job.table_ranks)
     path = tmp_path / "plan.json"
     for size, shard in zip(sizes, plan[""]["users"]["sharding_spec"]["shards"], strict=True):
         shard["shard_sizes"] = [size, 64]
@@ -107,7 +108,8 @@ def test_shards_that_torchrec_would_not_cut_are_refused(sizes: list[Any], tmp_pa
 
 def test_ranks_that_contradict_the_shards_are_refused(tmp_path: Path) -> None:
     job = Job.from_dict(tables_of_job(sharding={"rule": "row-wise"}))
-    plan = plan_tables(job.model.tables, placements_of(job.model.tables, job.sharding, job.table_ranks))
+    places = placements_of(job.model.tables, job.sharding, job.table_ranks)
+    plan = plan_tables(job.model.tables, places, job.table_ranks)
     plan[""]["users"]["ranks"] = [0, 0, [], "x"]
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan))
