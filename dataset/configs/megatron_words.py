@@ -223,8 +223,8 @@ def read_nemo(file: ConfigFile, draft: Draft) -> None:
     if groups is not None:
         found.append(("model.num_query_groups", groups, "group_query_attention", True))
     draft.framework = "nemo"
-    first, last = Row("model.family", read=_read_nemo_first), Row("model.fused_attention", read=_read_nemo_attention)
-    read_megatron(_reading(draft, found), (first,), (last,))
+    first = Row("batch.precision", read=_read_nemo_precision), Row("model.family", read=_read_nemo_first)
+    read_megatron(_reading(draft, found), first, (Row("model.fused_attention", read=_read_nemo_attention),))
 
 
 def _nemo_setting(key: str, value: Any) -> tuple[str, Any]:
@@ -248,11 +248,14 @@ def _nemo_setting(key: str, value: Any) -> tuple[str, Any]:
     return f":{key}", value
 
 
-def _read_nemo_first(reading: Reading) -> None:
+def _read_nemo_precision(reading: Reading) -> None:
     if reading.word(":trainer.precision").startswith("32"):
         reading.map("batch.precision", "fp32", ":trainer.precision")
     elif "bf16" not in reading and "fp16" not in reading and ":trainer.precision" not in reading:
         reading.assume("batch.precision", "bf16", "NeMo's default")
+
+
+def _read_nemo_first(reading: Reading) -> None:
     if reading.take("megatron_amp_O2") is False:
         reading.ignore("model.megatron_amp_O2 false: gradients are taken to be as with true")
     if reading.take("fsdp"):
