@@ -17,6 +17,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable
 from importlib.util import find_spec
 
 SHOWN = 80  # characters of a value in an error
@@ -34,6 +36,13 @@ def shorten(value: object, most: int = SHOWN) -> str:
         text = f"a {type(value).__name__} that is too large to print"
     text = text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return text if len(text) <= most else f"{text[: most * 3 // 4]}...{text[-(most - most * 3 // 4 - 3) :]}"
+
+
+def repeated(names: Iterable[str], most: int = 3) -> str:
+    """Names that are there more than once, for an error: the first ones, and how many more; "" if there are none."""
+    found = sorted(name for name, count in Counter(names).items() if count > 1)
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return ", ".join(shorten(name) for name in found[:most]) + more
 
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")

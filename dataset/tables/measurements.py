@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stepsight.dataset.base.bounded import read_parquet, read_unpacked, reason
-from stepsight.dataset.base.errors import TableError
+from stepsight.dataset.base.errors import TableError, repeated
 from stepsight.dataset.base.files import new_file
 from stepsight.dataset.hardware.hardware import HARDWARE, canonical_hardware, find_hardware, reported_devices
 from stepsight.dataset.kinds.op import MOST_SIZE, Collective, Op
@@ -347,9 +347,8 @@ def read_csv(rows: Rows, columns: Sequence[str]) -> Iterator[Line]:
         missing = [name for name in columns if name not in header]
         if missing:
             raise rows.error(f"the header must have columns {', '.join(columns)}; {', '.join(missing)} missing")
-        twice = sorted({name for name in header if header.count(name) > 1})
-        if twice:
-            raise rows.error(f"a table has a column once, got twice {', '.join(twice)}")
+        if twice := repeated(header):
+            raise rows.error(f"a table has a column once, got twice {twice}")
         for number, cells in enumerate(lines, 1):
             if len(cells) == len(header):
                 yield Line(rows, number, dict(zip(header, cells, strict=True)))

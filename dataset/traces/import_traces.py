@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.base.errors import StepsightError, TraceError
+from stepsight.dataset.base.errors import StepsightError, TraceError, repeated
 from stepsight.dataset.base.registry import Registry, check_takes
 from stepsight.dataset.graph.program import COLLECTIVE, Dependency, Program
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace, rank_trace
@@ -45,9 +45,8 @@ def trace_files(paths: Sequence[Path], suffixes: tuple[str, ...] = _JSON) -> lis
         if not inside:
             raise TraceError(f"a folder of traces must hold files that end in {' or '.join(suffixes)}: {path}")
         found += inside
-    twice = {str(path) for path in found if found.count(path) > 1}
-    if twice:
-        raise TraceError(f"every trace must be named once, got {', '.join(sorted(twice))}")
+    if twice := repeated(map(str, found)):
+        raise TraceError(f"every trace must be named once, got {twice} twice")
     return found
 
 

@@ -6,6 +6,7 @@ import csv
 import io
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 
 from stepsight.dataset.base.bounded import read_unpacked, reason
 from stepsight.dataset.base.caching import cached
-from stepsight.dataset.base.errors import JobError, TableError
+from stepsight.dataset.base.errors import JobError, TableError, shorten
 from stepsight.dataset.base.files import preset
 from stepsight.experiments.reports.text_table import table
 
@@ -71,8 +72,9 @@ def read_header(names: Sequence[str]) -> list[tuple[str, float]]:
 
     A column that is not known keeps its name, in lower case, and so does another name of a column that is there itself.
     """
-    plain, found = [name.strip().lower() for name in names], list[tuple[str, float]]()
-    for written, lower in zip(names, plain, strict=True):
+    plain, found = dict.fromkeys(name.strip().lower() for name in names), list[tuple[str, float]]()
+    for written in names:
+        lower = written.strip().lower()
         stated = _UNIT.search(lower)
         unit = next(filter(None, stated.groups()), "") if stated else ""
         bare = re.sub(r"[ -]+", "_", _UNIT.sub("", lower).strip())
@@ -84,10 +86,10 @@ def read_header(names: Sequence[str]) -> list[tuple[str, float]]:
             factor = units[unit]
         own = column.name if column else lower
         found.append((lower, 1.0) if own in plain and own != lower else (own, factor))
-    for name in {name for name, _ in found}:
-        same = [names[index].strip() for index, (other, _) in enumerate(found) if other == name]
-        if len(same) > 1:
-            raise TableError(f"a table has a column once, got twice {name} ({', '.join(same)})")
+    for name, count in Counter(name for name, _ in found).most_common(1):
+        if count > 1:
+            same = [shorten(text.strip()) for text, (other, _) in zip(names, found, strict=True) if other == name]
+            raise TableError(f"a table has a column once, got twice {shorten(name)} ({', '.join(same[:3])})")
     return found
 
 

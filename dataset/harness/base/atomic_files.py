@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,7 +48,7 @@ def parse_json(text: str) -> Any:
         out = dict(pairs)
         if len(out) < len(pairs):
             keys = [key for key, _ in pairs]
-            raise ValueError(f"every key must be there once, got {next(k for k in keys if keys.count(k) > 1)!r} twice")
+            raise ValueError(f"every key must be there once, got {Counter(keys).most_common(1)[0][0]!r:.80} twice")
         return out
 
     def constant(name: str) -> None:

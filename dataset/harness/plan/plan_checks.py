@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def check_plan(plan: Any) -> dict[str, Any]:
         if boxed and event.get("world_size") != ranks:
             problems.append(f"a box holds events of {ranks} ranks, got world_size {event.get('world_size')!r:.80}")
     for names in ([run.get("name") for run in runs], [event.get("name") for event in events]):
-        twice = sorted({str(name) for name in names if names.count(name) > 1})
+        twice = sorted(name for name, count in Counter(map(str, names)).items() if count > 1)
         problems += [f"names must be unique, got {name!r:.80} twice" for name in twice]
     if problems:
         raise HarnessError("; ".join(problems))

@@ -126,6 +126,9 @@ def test_a_column_stands_once(tmp_path: Path) -> None:
     path.write_text("op,dims,microseconds, op,microseconds\nlinear,2x2x2,1,linear,2\n")
     with pytest.raises(TableError, match=r"mine\.csv: a table has a column once, got twice microseconds, op"):
         read_table("csv", path)
+    path.write_text(",".join(f"c{number % 60000}" for number in range(120_000)) + "\n")  # quadratic: a minute
+    with pytest.raises(TableError, match=r"got twice c0, c1, c10 and 59997 more$"):
+        read_table("csv", path)
 
 
 def test_usual_words_and_units(tmp_path: Path) -> None:

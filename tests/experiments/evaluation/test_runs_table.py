@@ -47,6 +47,10 @@ def test_a_units_mistake_and_a_column_twice() -> None:
         read_header(["step_time (kg)"])
     with pytest.raises(TableError, match=r"got twice layers \(num_layers, n_layers\)"):
         read_header(["num_layers", "n_layers"])
+    with pytest.raises(TableError, match=r"got twice c0 \(c0, c0\)$"):
+        read_header([f"c{number % 60000}" for number in range(120_000)])  # quadratic: a minute
+    with pytest.raises(TableError, match=r"got twice c \(c, c, c\)$"):
+        read_header(["c"] * 1000)
     assert read_header(["layers", "num_layers"]) == [("layers", 1.0), ("num_layers", 1.0)]  # the own name wins
 
 

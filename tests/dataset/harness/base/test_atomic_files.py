@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.harness.base.atomic_files import new_folder, read_json, write_json
+from stepsight.dataset.harness.base.atomic_files import new_folder, parse_json, read_json, write_json
 
 
 def test_json_is_read_back_and_nan_is_refused(tmp_path: Path) -> None:
@@ -32,3 +32,9 @@ def test_folder_of_a_failed_block_is_absent(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), new_folder(tmp_path / "a", tmp_path / "scratch"):
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_key_twice_is_found_in_large_tables() -> None:
+    keys = ", ".join(f'"{key}": 1' for key in [*range(50_000), 49_999])  # quadratic: half a minute
+    with pytest.raises(ValueError, match="got '49999' twice"):
+        parse_json(f"{{{keys}}}")
