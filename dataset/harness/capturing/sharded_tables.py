@@ -24,6 +24,8 @@ from ..base.patching import patch
 _STATES = {"RowWiseAdagrad": (0, 1), "Adagrad": (1, 0), "LarsSGD": (1, 0), "Adam": (2, 0), "LAMB": (2, 0)}
 _STATES |= {"PartialRowWiseAdam": (1, 1), "PartialRowWiseLAMB": (1, 1)}
 
+_WHOLE = ("table_wise", "column_wise", "table_column_wise")  # types whose shards hold all rows
+
 
 class _Shard(NamedTuple):
     """A shard of a table; ``share``: its rows, of the table's; ``features`` are looked up in it."""
@@ -116,24 +118,24 @@ class _Tables(nn.Module):
         self.dtype = next(iter(weights.values())).dtype
         steps = {each.__name__ for weight in weights.values() for each in getattr(weight, "_optimizer_classes", ())}
         self.ahead = False  # whether indices of the next batch travel beside this one
-        self.copies = nn.ModuleDict()
+        self.copies = nn.ModuleList()  # of replicated tables, one for each feature
         self.shards, self.row_shards = list[_Shard](), list[_Shard]()
         for name, placed in plan.items():
             config, count = configs[name], len(configs[name].feature_names)
             if placed.sharding_type == "data_parallel":
-                self.copies[name] = nn.EmbeddingBag(
-                    config.num_embeddings, config.embedding_dim, mode="sum", device=device
-                )
+                table = nn.EmbeddingBag(config.num_embeddings, config.embedding_dim, mode="sum", device=device)
+                self.copies.extend([table] * count)
                 continue
+            by_rows = "row" in placed.sharding_type
+            if placed.sharding_type not in _WHOLE and not (by_rows and len(set(placed.ranks or ())) in (0, self.world)):
+                raise ValueError(
+                    f"table {name}: {placed.sharding_type} on {len(placed.ranks or ())} of {self.world} ranks is "
+                    "not captured: place it by table, by columns, or by rows over all ranks"
+                )
             for piece in placed.sharding_spec.shards:
                 rows, dim = piece.shard_sizes
                 shard = _Shard(piece.placement.rank(), rows, dim, rows / config.num_embeddings, count)
-                (self.shards if rows == config.num_embeddings else self.row_shards).append(shard)
-            if 1 < len(placed.ranks or ()) < self.world and "row" in placed.sharding_type:
-                raise ValueError(
-                    f"table {name}: {placed.sharding_type} on {len(placed.ranks)} of {self.world} ranks is "
-                    "not captured: place it by table, by columns, or by rows over all ranks"
-                )
+                (self.row_shards if by_rows else self.shards).append(shard)
         own = [shard for shard in (*self.shards, *self.row_shards) if shard.rank == self.rank]
         sizes = [_STATES.get(name, (0, 0)) for name in steps]
         self.state = max((many * shard.dim + more for many, more in sizes for shard in own), default=0)
@@ -144,24 +146,27 @@ class _Tables(nn.Module):
     def forward(self, features: Any) -> Any:
         """Sums of a batch (a ``KeyedJaggedTensor``), to be waited for: a ``KeyedTensor``."""
         values, batch = features.values(), features.stride()
-        each = values.numel() // max(len(self.widths), 1)  # indices of a feature
+        each = values.numel() // max(len(features.keys()), 1)  # indices of a feature
+        weighted = features.weights_or_none() is not None
         sums = list[tuple[Tensor, _Exchange | None]]()
         for part in (self.shards, self.row_shards):
             if part:
-                sums.append(self._sums(values, batch, each, part, by_rows=part is self.row_shards))
-        for table in self.copies.values():
+                sums.append(self._sums(values, batch, (each, weighted), part))
+        for table in self.copies:
             ids = values.new_empty(each)
             sums.append((table(ids, torch.arange(batch, device=ids.device) * each // batch), None))
         return _waited(self, sums, batch)
 
     def _sums(
-        self, values: Tensor, batch: int, each: int, shards: list[_Shard], *, by_rows: bool
+        self, values: Tensor, batch: int, looked_up: tuple[int, bool], shards: list[_Shard]
     ) -> tuple[Tensor, _Exchange]:
+        """Sums of one kind of shards; ``looked_up``: indices of a feature, and whether each has a weight."""
+        each, weighted = looked_up
         counts = [[3, 0, 0] for _ in range(self.world)]  # sizes, lengths and indices for each rank
         for shard in shards:
             counts[shard.rank][1] += batch * shard.features
             counts[shard.rank][2] += int(each * shard.features * shard.share)
-        for which in range(3):
+        for which in (0, 1, 2, *([2] if weighted else [])):
             sent = [count[which] for count in counts]
             got = [sent[self.rank]] * self.world
             ids = values.new_empty(sum(got))
@@ -174,13 +179,15 @@ class _Tables(nn.Module):
         samples, anchor = batch * self.world, values.new_empty(0, dtype=self.dtype).requires_grad_()
         sums = anchor.view(samples, 0)
         if own:
-            tables, rows = sum(shard.features for shard in own), sum(shard.rows for shard in own)
+            tables, rows = sum(shard.features for shard in own), max(sum(shard.rows for shard in own), 1)
             distinct = -rows * math.expm1(-ids.numel() / rows)
             bounds = max(int(distinct), 1), max(ids.numel(), 1)
             dims = bounds[1], max(width[self.rank] // tables, 1), samples * tables, min(bounds), tables
             sums = _Lookup.apply(anchor, ids, self, dims, width[self.rank])
         exchange = _Exchange(
-            None if by_rows else [batch * width[self.rank]] * self.world, [batch * each for each in width], self.group
+            None if shards is self.row_shards else [batch * width[self.rank]] * self.world,
+            [batch * each for each in width],
+            self.group,
         )
         return _Begin.apply(sums, exchange), exchange
 

@@ -57,7 +57,8 @@ SCRIPT = f"""
         parts = {{"row_wise": [(500, {DIM}, rank) for rank in range(2)], "half": [(500, {DIM}, 0), (500, {DIM}, 1)],
                   "column_wise": [(1000, 32, rank) for rank in range(2)]}}.get(kind, [(1000, {DIM}, at % world)])
         return [Named(shard_sizes=part[:2], placement=Named(rank=lambda part=part: part[2])) for part in parts]
-    word = "table_row_wise" if kind == "half" else kind
+    words = {{"half": "table_row_wise", "grid": "grid_shard", "unused": "table_wise", "weighted": "table_wise"}}
+    word = words.get(kind, kind)
     plan = {{each.name: Named(sharding_type=word, ranks=sorted({{s.placement.rank() for s in shards(at)}}),
                               sharding_spec=Named(shards=shards(at))) for at, each in enumerate(configs)}}
     env = Named(process_group=dist.GroupMember.WORLD, rank=dist.get_rank(), world_size=world)
@@ -65,7 +66,8 @@ SCRIPT = f"""
     top = nn.Linear({TABLES * DIM}, 1, device=device)
     optimizer = torch.optim.SGD([*top.parameters(), *tables.parameters()], 0.1)
     batch = Named(values=lambda: torch.zeros({TABLES * BATCH * POOLING}, dtype=torch.long, device=device),
-                  stride=lambda: {BATCH})
+                  stride=lambda: {BATCH}, weights_or_none=lambda: True if kind == "weighted" else None,
+                  keys=lambda: ["f"] * (2 * {TABLES} if kind == "unused" else {TABLES}))
     for step in range(3):
         top(tables(batch).wait().values).mean().backward()
         optimizer.step()
@@ -93,6 +95,8 @@ def _captured(tmp_path: Path, kind: str, world: int = RANKS) -> tuple[Counter[st
     [
         ("table_wise", {("all_to_all", LENGTHS): 1, ("all_to_all", INDICES): 1, ("all_to_all", SUMS): 2}),
         ("column_wise", {("all_to_all", 2 * LENGTHS): 1, ("all_to_all", 2 * INDICES): 1, ("all_to_all", SUMS): 2}),
+        ("unused", {("all_to_all", LENGTHS): 1, ("all_to_all", INDICES // 2): 1, ("all_to_all", SUMS): 2}),
+        ("weighted", {("all_to_all", LENGTHS): 1, ("all_to_all", INDICES): 2, ("all_to_all", SUMS): 2}),
         (
             "row_wise",  # each rank has half of the rows: a sum of all samples, in parts
             {("all_to_all", 2 * LENGTHS): 1, ("all_to_all", INDICES): 1, ("reduce_scatter", 2 * SUMS): 1}
@@ -113,6 +117,7 @@ def test_replicated_tables_exchange_nothing(tmp_path: Path) -> None:
     assert ops["embedding_bag"] == TABLES and not sent
 
 
-def test_tables_on_rows_of_some_ranks_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match=r"table t0: table_row_wise on 2 of 8 ranks is not captured"):
-        _captured(tmp_path, "half", world=8)
+@pytest.mark.parametrize(("kind", "said"), [("half", "table_row_wise on 2"), ("grid", "grid_shard on 1")])
+def test_tables_on_rows_of_some_ranks_are_refused_by_name(kind: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=rf"table t0: {said} of 8 ranks is not captured"):
+        _captured(tmp_path, kind, world=8)
