@@ -317,4 +317,5 @@ class Reading:
         value, words = self.stated.get(name, self._stated[name]), self.source(name)
         if words.startswith("--") and isinstance(value, bool):  # an option of a command line without a value
             return words
+        value = str(value).lower() if isinstance(value, bool) else value  # as YAML, TOML and JSON have it
         return f"{words} {' '.join(map(str, value)) if isinstance(value, list) else value}".strip()

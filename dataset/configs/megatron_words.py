@@ -219,9 +219,7 @@ def read_nemo(file: ConfigFile, draft: Draft) -> None:
                 value = everything.get(key.rpartition(".")[0] + named[1] if named[1].startswith(".") else named[1])
         if value is not None and value != "???" and "${" not in (value if isinstance(value, str) else ""):
             found.append((key, value, *_nemo_setting(key, value)))
-    groups = next((stated for _, stated, name, _ in found if name == "num_query_groups"), None)
-    if groups is not None:
-        found.append(("model.num_query_groups", groups, "group_query_attention", True))
+    found += [(key, own, "group_query_attention", True) for key, own, name, _ in found if name == "num_query_groups"]
     draft.framework = "nemo"
     first = Row("batch.precision", read=_read_nemo_precision), Row("model.family", read=_read_nemo_first)
     read_megatron(_reading(draft, found), first, (Row("model.fused_attention", read=_read_nemo_attention),))

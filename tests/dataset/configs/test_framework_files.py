@@ -76,7 +76,7 @@ def test_fsdp_json_beside_a_model(tmp_path: Path) -> None:
     fsdp = {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "activation_checkpointing": True, "xla": False}
     found = read(tmp_path, {"config.json": LLAMA, "fsdp.json": fsdp})
     assert (found.job.parallel.zero_stage, found.job.parallel.recompute) == (2, "full")
-    assert found.formats == ("huggingface", "fsdp") and "xla False" in found.ignored
+    assert found.formats == ("huggingface", "fsdp") and "xla false" in found.ignored
 
 
 @pytest.mark.parametrize(
@@ -177,3 +177,23 @@ def test_narrow_parameters_and_offloaded_layers(words: str, stated: dict[str, An
     assert {name: getattr(found.job.batch, name, getattr(found.job.parallel, name, None)) for name in stated} == stated
     back = write_config(found.job, "megatron").text
     assert all(word in back for word in words.split()) == (True in stated.values())
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("stated", "precision", "mbytes"),
+    [
+        ({"tf32": True}, "tf32", 50.0),
+        ({"tf32": True, "bf16": True}, "bf16", 50.0),
+        ({"fsdp": "full_shard"}, "bf16", 25.0),
+    ],
+)
+def test_training_arguments_state_products_and_buckets(
+    stated: dict[str, object], precision: str, mbytes: float, first: bool, tmp_path: Path
+) -> None:
+    """In either order of the files; buckets are those of DDP alone, and half precision goes before tf32."""
+    files = {"t.json": {"output_dir": "x", "num_train_epochs": 3, "ddp_bucket_cap_mb": 50, **stated}}
+    found = read(tmp_path, {**files, "config.json": LLAMA} if first else {"config.json": LLAMA, **files})
+    assert (found.job.batch.precision, found.job.parallel.bucket_mbytes) == (precision, mbytes)
+    assert ("tf32 true" in found.ignored) == (precision == "bf16" and "tf32" in stated)
+    assert ("ddp_bucket_cap_mb 50" in found.ignored) == ("fsdp" in stated)

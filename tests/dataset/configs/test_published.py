@@ -377,7 +377,7 @@ def test_a_nemo_optimizer_states_how_gradients_are_sent(name: str, mbytes: float
         (
             "n.yaml",
             NEMO.replace("model:\n", "model:\n  fp8: true\n  fp8_hybrid: true\n"),
-            {"batch.precision": "model.fp8 True; trainer.precision bf16; model.fp8_hybrid True"},
+            {"batch.precision": "model.fp8 true; trainer.precision bf16; model.fp8_hybrid true"},
         ),
         ("n.sh", "#SBATCH --gres=gpu:4\ntrain --num-layers 2\n", {"cluster.devices_per_node": "#SBATCH --gres gpu:4"}),
     ],
