@@ -202,8 +202,11 @@ def named_latency(name: str, hardware: Hardware, fabric: Fabric) -> GivenLatency
         try:
             maker = _maker(name, EntryPoint(name, name, LATENCIES.group).load())
         except (ImportError, AttributeError, ValueError, SyntaxError) as error:
-            text = f"--latency {name!r:.80} must be module:function that can be imported: {error}"
-            raise PredictorError(text) from None
+            sought = "in the current folder or in an installed package"
+            why = f"no module {error.name!r} {sought}" if isinstance(error, ModuleNotFoundError) else error
+            raise PredictorError(
+                f"--latency {name!r:.80} must be module:function that can be imported: {why}"
+            ) from None
     else:
         maker = LATENCIES[name]
     return _made(maker, hardware, fabric, name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import re
 import signal
 import sqlite3
 import sys
@@ -133,8 +132,8 @@ def main() -> None:
 
 def _fail(text: str) -> NoReturn:
     """Print an error as one line, and exit with code 2."""
-    if lacking := re.search(r"No module named '(\w+)", text):  # of a script of the user
-        text += f"; the script runs in this environment, so install it here: pip install {lacking[1]}"
+    if "No module named '" in text:  # of a script of the user
+        text += "; the script runs in this environment: install what provides it here"
     line = shorten(text.replace("\n", "\\n"), MOST_LINE).encode("utf-8", "backslashreplace").decode("utf-8")
     finish_stdout()
     typer.echo(f"error: {line}", err=True)

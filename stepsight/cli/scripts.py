@@ -199,7 +199,9 @@ def _folders(world_size: str, hardware: str, out: Path) -> dict[int, Path]:
     sizes: Sequence[int] = comma_separated("--world-size", int, (), world_size)
     if (len(sizes) > 1) != bool(hardware) or len(set(sizes)) < len(sizes):
         got = f"{world_size} and {hardware or 'none'}"
-        raise StepsightError(f"several different world sizes are compared on --hardware, got {got}")
+        todo = f"capture one without --hardware, then `stepsight predict --program {out} --hardware {hardware}`"
+        todo = "state different sizes and --hardware" if len(sizes) > 1 else todo
+        raise StepsightError(f"several different world sizes are compared on --hardware, got {got}: {todo}")
     folders = {size: out / str(size) if len(sizes) > 1 else out for size in sizes}
     for folder in folders.values():
         check_capture_folder(folder)

@@ -121,8 +121,9 @@ def test_world_sizes_are_compared_in_one_table(tmp_path: Path) -> None:
     assert [row["world_size"] for row in rows] == [1, 2] and rows[0]["scaling_percent"] == 100
     alone = ask("predict", "--program", out / "2", "--hardware", "H100", "--json")
     assert rows[1]["iteration_time_s"] == alone["iteration_time_s"]
-    for sizes in (["1,2"], ["1", "--hardware", "H100"]):
-        with pytest.raises(StepsightError, match="several different world sizes are compared on --hardware"):
+    one = r"capture one without --hardware, then `stepsight predict --program .*no --hardware H100`"
+    for sizes, todo in ((["1,2"], "state different sizes and --hardware"), (["1", "--hardware", "H100"], one)):
+        with pytest.raises(StepsightError, match=f"several different world sizes are compared on --hardware.*: {todo}"):
             ask("capture", "--world-size", *sizes, "--out", tmp_path / "no", script)
     shown = ask("show", out, "--json")["captures"]
     assert [each["world_size"] for each in shown] == [1, 2]

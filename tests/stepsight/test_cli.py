@@ -116,6 +116,26 @@ def test_without_a_checkout_an_experiment_says_where_it_runs(
         )
 
 
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (["capture", "--world-size", "1", "--out", "cap", "s.py"], "environment: install what provides it here"),
+        (["predict", str(EXAMPLE), "--latency", "abacus_xyz:make"], "in the current folder or in an installed package"),
+    ],
+)
+def test_a_module_that_is_not_there_is_no_advice_to_install_its_name(
+    asked: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A package of that name may be anybody's."""
+    (tmp_path / "s.py").write_text("import abacus_xyz")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["stepsight", *asked])
+    with pytest.raises(SystemExit):
+        main()
+    error = capsys.readouterr().err
+    assert error.endswith(f"{told}\n") and "abacus_xyz" in error and "pip install" not in error
+
+
 @pytest.mark.parametrize(("rejected", "code"), [([], 0), (["a"], 2)])
 def test_a_rejected_run_is_an_exit_code(
     rejected: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
