@@ -47,7 +47,13 @@ def open_exported(path: Path, dims: Mapping[str, int]) -> ExportedReader:
                 raise CaptureError(f"{path.name} must hold one exported program of {told}")
             tree = json.loads(archive.read(found[0]))
         check_count(path, len(tree["graph_module"]["graph"]["nodes"]))
-        check_names(path, dims, dict(tree.get("range_constraints") or {}))
+        ranges = dict(tree.get("range_constraints") or {})
+        check_names(path, dims, ranges)
+        for name, size in dims.items():
+            least, most = (ranges[name].get(key) for key in ("min_val", "max_val"))
+            if not (least or 0) <= size <= (size if most is None else most):
+                rule = f"{path.name} holds for {name} from {least} to {most}, got {size}"
+                raise CaptureError(f"{rule}: export it again with another range")
         return ExportedReader(tree, dims)
     except StepsightError:
         raise

@@ -149,6 +149,14 @@ def _search_one(job: Job, asked: _Asked) -> SearchResult:
 def _search_sharding(job: Job, asked: _Asked) -> SearchResult:
     """Place the tables of a recommendation model; the best placements are predicted in full."""
     settings, goal = asked.settings, asked.goal
+    stated = {
+        "storage": settings.storage, "study": settings.study_name, "sampler": settings.sampler != "auto",
+        "gap": settings.gap, "workers": asked.map_fn, "space": asked.space != Space(),
+        "expert_loads": asked.expert_loads,
+    }  # fmt: skip
+    if unused := ", ".join(name for name, value in stated.items() if value):
+        why = "placements of tables are searched in this process, without a study or a space of strategies"
+        raise StepsightError(f"{why}: leave out {unused}")
 
     def predicted(one: Job) -> Choice:
         return Choice.of(asked.predict(one), asked.predict)

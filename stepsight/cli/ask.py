@@ -396,6 +396,8 @@ def _searched(job: Job, settings: SearchSettings, workers: int, uneven: bool, as
         evaluated = number + 1
         tell(evaluated, settings.trials or "", progress_words(job, best)[1])
 
+    if uneven and job.model.tables:
+        raise StepsightError("--uneven is for stages of layers, not for tables of a recommendation model: leave it out")
     with local_map(workers) as map_fn:
         result = search(job, settings=settings, on_trial=on_trial, map_fn=map_fn, **asked)
     tell(evaluated, evaluated)

@@ -227,6 +227,8 @@ def pairs(option: str, texts: Iterable[str] | None, read: Callable[[str], Any] =
     found = {}
     for text in texts or ():
         key, equals, value = text.rpartition("=") if read is float else text.partition("=")
+        if key.strip() in found:
+            raise StepsightError(f"{option} takes each key once, got {key.strip()!r:.80} twice")
         try:
             if not key.strip() or not equals:
                 raise ValueError

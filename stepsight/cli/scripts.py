@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from stepsight.cli.files import load_predictor
-from stepsight.cli.options import Answer, comma_separated, pairs, progress
+from stepsight.cli.options import Answer, comma_separated, pairs, progress, refuse_given
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.experiments.tasks.settings import Emulation
 
@@ -115,6 +115,7 @@ def _capturer(
 
 
 def capture_command(
+    context: typer.Context,
     script: Annotated[Path, typer.Argument(metavar="SCRIPT")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS…")] = None,
     *,
@@ -170,9 +171,15 @@ def capture_command(
         predictor: Of the same: folder of a trained predictor or name of a shipped one.
     """
     from stepsight.dataset.capture.captured import write_captured
+    from stepsight.dataset.tensors.program import is_model
     from stepsight.experiments.reports.run_texts import capture_text
     from stepsight.training.prediction.captured_prediction import captured_latency
 
+    if is_model(script):
+        theirs = ("rank", "ranks", "warm_up", "device", "timeout")
+        refuse_given(context, theirs, "is for scripts: a model is read, and not run. Leave it out")
+    if not hardware:
+        refuse_given(context, ("fabric", "predictor"), "is for several world sizes, which are compared on --hardware")
     if rank is not None and ranks != "auto":
         raise StepsightError(f"--rank and --ranks exclude each other, got {rank} and {ranks!r:.80}")
     run = {"local_size": devices_per_node, "warm_up": warm_up, "device": device, "timeout_s": timeout}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,19 @@ def test_symbolic_dimensions_have_the_sizes_that_are_asked_for(tmp_path: Path) -
     assert summary(path, dims={"batch": BATCH})["flops"] == PRODUCTS
     unknown = summary(path)
     assert unknown["flops"] == PRODUCTS / BATCH and "batch are taken as 1" in unknown["warnings"][0]
+
+
+def test_a_size_must_lie_in_the_range_of_the_file(tmp_path: Path) -> None:
+    """Outside of it the graph is another one."""
+    torch = pytest.importorskip("torch")
+    path, layer = tmp_path / "layer.pt2", torch.nn.Linear(8, 8)
+    dynamic = ({0: torch.export.Dim("batch", min=2, max=64)},)
+    torch.export.save(torch.export.export(layer, (torch.randn(4, 8),), dynamic_shapes=dynamic), path)
+    (name,) = re.findall(r"--dims (\w+)=", summary(path)["warnings"][0])
+    assert summary(path, dims={name: 64})["flops"] == 32 * summary(path, dims={name: 2})["flops"]
+    for size in (1, 65):
+        with pytest.raises(CaptureError, match=rf"layer\.pt2 holds for {name} from 2 to 64, got {size}: export it"):
+            summary(path, dims={name: size})
 
 
 def test_an_unknown_op_is_counted_and_told(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.configs.documents import job_toml
 from stepsight.dataset.configs.formats import write_config
 from stepsight.dataset.job.job import Job
@@ -49,6 +50,19 @@ def costs() -> PlacementCosts:
     latency = preset_latency(job.cluster.hardware, job.fabric)
     assert latency is not None
     return PlacementCosts(job, latency)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"storage": "sqlite:////no/where/k.db", "study_name": "s"}, "storage, study"),
+        ({"sampler": "random", "gap": 3}, "sampler, gap"),
+        ({"map_fn": map, "space": "wide"}, "workers, space"),
+    ],
+)
+def test_what_a_search_of_placements_does_not_use_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(StepsightError, match=f"without a study or a space of strategies: leave out {words}$"):
+        search(some_job(), "roofline", trials=20, **options)
 
 
 def test_amounts_are_sums_over_tables(costs: PlacementCosts) -> None:
