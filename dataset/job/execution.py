@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from stepsight.dataset.base.caching import cached, hashed_once
+from stepsight.dataset.base.caching import Memo, cached, hashed_once
 from stepsight.dataset.base.files import preset
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import PROJECTIONS, PURE, QUANTIZED, REENTRANT
@@ -187,7 +188,40 @@ def semantics_of(job: Job, device_kind: str = "gpu") -> ExecutionSemantics:
     On CPUs the runtime that is not stated is PyTorch's own, and gradients of a pipeline's replicas without ZeRO are
     reduced when the schedule is over: so does the harness.
     """
-    m, p, batch, on_cpu = job.model, job.parallel, job.batch, device_kind == "cpu"
+    p, on_cpu = job.parallel, device_kind == "cpu"
+    unsummed = on_cpu and p.pp > 1 and p.zero_stage == 0  # until the end of the schedule
+    key = _RELEVANT(job), on_cpu, p.zero_stage < 3, unsummed
+    if (found := _KNOWN.get(key)) is None:
+        found = _KNOWN[key] = _semantics(job, on_cpu, unsummed)
+    return found
+
+
+# What semantics depend on, besides the kind of device and the ZeRO stage; few strategies of a search differ in these.
+_RELEVANT = attrgetter(
+    *("execution.engine", "execution.checkpoint", "batch.precision", "batch.fp8_scaling", "batch.fp8_parameters"),
+    *("optimizer.clip_grad_norm", "optimizer.offload", "optimizer.fused"),
+    *("model.eager_kernels", "model.norms_again", "model.token_metrics"),
+    *(
+        f"parallel.{name}"
+        for name in [
+            "gradient_dtype",
+            "reduce_scatter",
+            "overlap_grad_reduce",
+            "overlap_tp",
+            "overlap_param_gather",
+            "prefetch",
+            "reshard_after_forward",
+            "bucket_mbytes",
+            "runtime",
+            "zero_by_rank",
+        ]
+    ),
+)
+_KNOWN: Memo[Any, ExecutionSemantics] = Memo("semantics of jobs", 1024)
+
+
+def _semantics(job: Job, on_cpu: bool, unsummed: bool) -> ExecutionSemantics:
+    m, p, batch = job.model, job.parallel, job.batch
     precision, stated, checkpoint = batch.precision, p.gradient_dtype, job.execution.checkpoint
     semantics = ENGINE_SEMANTICS[job.execution.engine or default_engine(precision)]
     kernels, states, main = semantics.kernels, semantics.states, PURE.get(precision, "fp32")
@@ -220,7 +254,6 @@ def semantics_of(job: Job, device_kind: str = "gpu") -> ExecutionSemantics:
         scatters_sums=p.reduce_scatter,
         narrow_parameters=states.main_copy and batch.fp8_parameters and precision in QUANTIZED,
     )
-    unsummed = on_cpu and p.pp > 1 and p.zero_stage == 0  # until the end of the schedule
     overlap = OverlapSemantics(
         tensor_parallel=p.overlap_tp,
         gradients=p.overlap_grad_reduce and not unsummed,

@@ -1,10 +1,12 @@
 """What an execution engine does: chosen in one place, filled by profiles and by what jobs state."""
 
+from dataclasses import is_dataclass
 from typing import Any
 
 import pytest
 
 from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.job import execution
 from stepsight.dataset.job.execution import ENGINE_SEMANTICS, default_engine, semantics_of
 from stepsight.dataset.job.frameworks import find_framework
 from stepsight.dataset.job.job import ExecutionSpec, Job
@@ -131,3 +133,26 @@ def test_cpus_have_the_harness_habits_where_a_job_states_none() -> None:
 )
 def test_forms_of_the_optimizer(table: dict[str, Any], form: str) -> None:
     assert semantics_of(job_of(optimizer=table)).optimizer == form
+
+
+class _Reading:
+    """Notes which fields of a job are read."""
+
+    def __init__(self, value: Any, path: str, read: set[str]) -> None:
+        self._value, self._path, self._read = value, path, read
+
+    def __getattr__(self, name: str) -> Any:
+        path, value = f"{self._path}{name}", getattr(self._value, name)
+        if is_dataclass(value):
+            return _Reading(value, f"{path}.", self._read)
+        self._read.add(path)
+        return value
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_remembered_semantics_are_told_apart_by_all_that_they_read(precision: str) -> None:
+    read, keys = set[str](), set[str]()
+    for engine in ENGINES:
+        execution._semantics(_Reading(job_of(precision, engine=engine), "", read), False, False)  # type: ignore[arg-type]
+    execution._RELEVANT(_Reading(job_of(precision), "", keys))
+    assert read <= keys | {"parallel.zero_stage", "parallel.pp"}
