@@ -46,21 +46,16 @@ class Study:
     @property
     def summary(self) -> str:
         """The first sentence of ``about``, in one line."""
-        first = " ".join(self.about.strip().split("\n\n")[0].split())
-        return re.split(r"(?<=\.) ", first)[0].removesuffix(".").replace("``", "`")
+        first = re.split(r"(?<=\.)\s", self.about.strip())[0]
+        return " ".join(first.split()).removesuffix(".").replace("``", "`")
 
     def main(self, arguments: Sequence[str]) -> int:
         """Parse the arguments, run, and print; returns the exit code."""
         width = shutil.get_terminal_size().columns - 2
-        parts = [  # paragraphs stay apart; an indented one is code
-            part if part.startswith(" ") else textwrap.fill(" ".join(part.split()), width, break_on_hyphens=False)
-            for part in self.about.strip("\n").replace("``", "`").split("\n\n")
-        ]
-        parser = argparse.ArgumentParser(
-            prog=f"stepsight experiment {self.name}",
-            description="\n\n".join(parts),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        parts = self.about.strip().replace("``", "`").split("\n\n")  # an indented one is code
+        about = "\n\n".join(part if part.startswith(" ") else textwrap.fill(part, width) for part in parts)
+        name, form = f"stepsight experiment {self.name}", argparse.RawDescriptionHelpFormatter
+        parser = argparse.ArgumentParser(prog=name, description=about, formatter_class=form)
         for flag, how in self.options.items():
             parser.add_argument(flag, **how)
         parser.add_argument("--json", action="store_true", help="print the figures as JSON")

@@ -86,7 +86,7 @@ def train(
     say("reading event profiles and traces")
     runs = read_runs(folders, roles)
     imported = read_imported_runs(folders, hardware_name)
-    profile = read_profiles(folders, _fabric(hardware_name, runs), imported, hardware_name)
+    profile = read_profiles(folders, _fabric(hardware_name, runs), imported)
     if not profile.ops and not any(run.segments for run in runs):
         raise TraceError(
             f"training needs event profiles or traces of runs with role {' or '.join(roles)}, "

@@ -220,11 +220,9 @@ def read_imported_segments(folders: Iterable[Path], hardware: str = "") -> list[
 def check_device(told: str, hardware: str, where: Path, differs: bool = False) -> None:
     """Refuse a measured device that is not the hardware to learn; ``differs``: it is known to be another one."""
     if hardware and (differs or is_other_device(told, hardware)):
-        own = "local-cpu" if told == "cpu" else device_name(told)
         raise TraceError(
             f"every run must be on the predictor's hardware: the device must be {hardware!r:.80}, got "
-            f"{told or 'a GPU without a name'!r:.80} in {where}"
-            + (f"; `train --hardware {own:.80}` learns that one" if own else "")
+            f"{told or 'a GPU without a name'!r:.80} in {where}; `train --hardware` names the measured device"
         )
 
 

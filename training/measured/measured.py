@@ -50,7 +50,8 @@ class Profile:
     collective_seconds: list[float] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)  # fields of Hardware that were measured
     digest: str = ""  # of the files
-    device: str = ""  # on what imported runs computed; empty if there are none
+    device: str = ""  # on what was measured or imported: cpu, cuda; empty if nothing says it
+    devices: dict[str, Path] = field(default_factory=dict)  # an event file of each device that measured some
     # shortest and longest seconds of framework calls that were measured alone, by label and op
     calls: dict[tuple[str, Op], tuple[float, float]] = field(default_factory=dict)
 
@@ -67,6 +68,8 @@ class Profile:
 
     def hardware(self, name: str, device: str) -> Hardware:
         """The measured hardware; facts that were not measured come from a preset, else a ``TraceError``."""
+        for told, path in self.devices.items():
+            check_device(told, name, path)
         preset = find_hardware(name)
         if preset is not None and name == BOX:
             return preset  # ranks sleep as long as it says: there is nothing to measure
@@ -108,26 +111,20 @@ class MeasuredRun:
 
 
 def read_profiles(
-    collections: Iterable[Path],
-    fabric: Fabric | None,
-    imported: Sequence[ImportedSegments] = (),
-    hardware: str = "",
+    collections: Iterable[Path], fabric: Fabric | None, imported: Sequence[ImportedSegments] = ()
 ) -> Profile:
     """Read every event file of some collections except ``HELDOUT``, and add medians of signatures of imported runs that
     no event file has.
 
     ``collections``: folders.  ``fabric``: of files which name none, and of imported runs.  ``imported``: runs that were
-    imported.  ``hardware``: to learn; "": any.  Raises ``TraceError`` if a folder is no collection or named twice, a
-    file is not what the harness writes, was measured on another device, or is of a box with more than
-    ``MOST_TRAINING_RANKS``; or if collectives were measured and no fabric is known.
+    imported.  Raises ``TraceError`` if a folder is no collection or named twice, a file is not what the harness writes,
+    or is of a box with more than ``MOST_TRAINING_RANKS``; or if collectives were measured and no fabric is known.
     """
     profile = Profile(fabric)
     collections = _distinct(collections)
     paths = [path for folder in collections for path in read_collection(folder).events]
     files = [read_event_file(path) for path in paths if path.stem != HELDOUT]
     for file in files:
-        if file.device:
-            check_device(file.device, hardware, file.path)
         if file.box is not None:
             _check_ranks(file.box.num_ranks, file.path)
     for file in files:
@@ -162,6 +159,8 @@ def calls_alone(file: EventFile) -> dict[tuple[str, Op], tuple[float, float]]:
 
 def _add(file: EventFile, profile: Profile) -> None:
     profile.calls |= calls_alone(file)
+    if file.device:
+        profile.device, profile.devices[file.device] = "cpu" if file.device == "cpu" else "cuda", file.path
     for work, seconds, host_seconds, call in zip(file.works, file.seconds, file.host_seconds, file.calls, strict=True):
         if isinstance(work, Op) and work.kind in SEVERAL and call:
             continue  # some calls of that kind take another time

@@ -168,9 +168,13 @@ def test_another_device_than_the_fingerprint_names_is_refused(tmp_path: Path) ->
     _events(tmp_path, 1, {}, [{"op": {"kind": "add", "dims": [1000], "dtype": "fp32"}, "seconds": 1e-5}])
     path = tmp_path / "events" / "world1.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "fingerprint": {"device": "cpu"}}))
+    profile = read_profiles([tmp_path], LOOPBACK)
     with pytest.raises(TraceError, match="device must be 'h100-sxm-80gb', got 'cpu'"):
-        read_profiles([tmp_path], LOOPBACK, hardware="h100-sxm-80gb")
-    assert read_profiles([tmp_path], LOOPBACK, hardware="local-cpu").ops == [ADD]
+        profile.hardware("h100-sxm-80gb", profile.device)
+    assert profile.hardware("local-cpu", profile.device).kind == "cpu"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "fingerprint": {"device": "NVIDIA A100-SXM4-80GB"}}))
+    profile = read_profiles([tmp_path], LOOPBACK)  # without runs, files alone say what kind of device it is
+    assert profile.hardware("a100-sxm-80gb", profile.device).kind == "gpu"
     job = Job.from_file(EXAMPLES / "llama3-70b-fsdp-512.toml")
     name = job.hardware_name
     for device in ("cpu", "NVIDIA A100-SXM4-80GB"):
