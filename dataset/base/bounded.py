@@ -78,8 +78,10 @@ class ReadError(OSError):
 
 def reason(error: Exception) -> str:
     """The problem with a file, in one line and without its path, which the caller adds."""
+    if isinstance(error, RecursionError):
+        return "it is nested thousands deep"
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return (text.splitlines() or [type(error).__name__])[0]
+    return "no " * isinstance(error, KeyError) + (text.splitlines() or [type(error).__name__])[0]
 
 
 def read_file(path: Path) -> bytes:

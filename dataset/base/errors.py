@@ -45,6 +45,8 @@ def repeated(names: Iterable[str], most: int = 3) -> str:
     return ", ".join(shorten(name) for name in found[:most]) + more
 
 
+# What a value that is none of a reader's raises, in a file that is none of its format.
+MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 

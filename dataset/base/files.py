@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import glob
 import hashlib
 import json
@@ -134,18 +135,20 @@ def _name_file(error: BaseException, path: Path) -> None:
 
 def _put(new: Path, path: Path) -> None:
     """Rename a folder to ``path``; the old content is deleted only after that."""
-    if not path.exists():
-        new.replace(path)
-        return
     aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     old = aside / path.name
     try:
-        path.replace(old)
+        if path.exists():
+            path.replace(old)
         new.replace(path)
-    except BaseException:
-        if old.exists():
+    except BaseException as error:
+        if old.exists() and not path.exists():
             old.replace(path)  # if this fails too, the old folder stays in ``aside``, where ``set_aside`` finds it
-        aside.rmdir()
+        shutil.rmtree(aside, ignore_errors=True)
+        taken = isinstance(error, FileNotFoundError) and new.exists()  # the old folder, by another process
+        if taken or (isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST)):
+            rule = f"{path} was written by another process meanwhile, and stays as that wrote it"
+            raise StepsightError(f"{rule}: run again, or choose another folder") from None
         raise
     shutil.rmtree(aside, ignore_errors=True)
 
@@ -200,10 +203,8 @@ def read_document(path: Path, name: str) -> Any:
         return read_toml(path, "utf-8-sig") if toml else parse_json(read_text(path, "utf-8-sig", MOST_TABLES))
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"cannot read {name}: {reason(error)}") from None
-    except RecursionError:
-        raise JobError(f"{name} must be tables of values, got tables nested too deeply") from None
-    except ValueError as error:
-        raise JobError(f"{name} is not valid {path.suffix[1:].upper()}: {error!s:.200}") from None
+    except (ValueError, RecursionError) as error:
+        raise JobError(f"{name} is not valid {path.suffix[1:].upper()}: {reason(error):.200}") from None
 
 
 def read_facts(path: str, sections: Sequence[str] = ()) -> dict[str, dict[str, Any]]:

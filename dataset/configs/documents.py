@@ -63,9 +63,7 @@ def read_tables(path: Path) -> Mapping[str, Any]:
     try:
         value = read_toml(path, "utf-8-sig") if path.suffix == ".toml" else parse_tables(text, path.suffix)
         _count(value, 0)
-    except RecursionError:
-        raise JobError(f"{path} must be tables of values, got tables nested too deeply") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise JobError(f"{path} is not valid {path.suffix.lstrip('.').upper()}: {reason(error):.200}") from None
     if not isinstance(value, Mapping):
         raise JobError(f"{path} must hold tables of values, got {type(value).__name__}")

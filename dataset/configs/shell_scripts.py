@@ -99,7 +99,7 @@ class ShellScript:
             words, documents, end = self._scan.statement()
             self._words += len(words) + 1
             if self._words > MOST_WORDS:
-                raise JobError(f"a script must have at most {MOST_WORDS} words")
+                raise JobError(f"a script must have at most {MOST_WORDS} words, got {self._words}")
             first = "".join(words[:1])
             if first in ends:
                 break

@@ -84,8 +84,9 @@ class Variables:
             value = [*(old if isinstance(old, list) else [old] if old else []), *value]
         elif add and isinstance(value, str):
             value = [*old, value] if isinstance(old, list) else (old or "") + value
-        if sum(map(len, value)) > LONGEST_VALUE:
-            raise JobError(f"a variable of a script must hold at most {LONGEST_VALUE} characters, got more in {name}")
+        if (length := sum(map(len, value))) > LONGEST_VALUE:
+            rule = f"a variable of a script must hold at most {LONGEST_VALUE} characters"
+            raise JobError(f"{rule}, got {length} in {name:.60}")
         self.values[name] = value
 
     def set_item(self, name: str, index: str, value: str, *, add: bool = False) -> None:
@@ -145,7 +146,9 @@ class Variables:
                 at = named.end() if named else plain.end() if plain else start + 1
             length += sum(len(text) for text, _ in pieces)
             if length > LONGEST_VALUE:
-                raise JobError(f"a word of a script must have at most {LONGEST_VALUE} characters, got {raw!r:.60}")
+                raise JobError(
+                    f"a word of a script must have at most {LONGEST_VALUE} characters, got {length} in {raw!r:.60}"
+                )
             yield from pieces
 
     def _braces(self, text: str, quoted: bool) -> list[tuple[str, bool]]:

@@ -279,7 +279,8 @@ class Job(JobTables):
         """
         path = Path(path)
         if path.suffix not in (".toml", ".json"):
-            raise JobError(f"a job file ends in .toml or .json, got {str(path)!r:.80}: read_configs reads other files")
+            others = "`stepsight job` reads configurations of frameworks, `stepsight capture` models (.onnx, .pt2)"
+            raise JobError(f"a job file ends in .toml or .json, got {str(path)!r:.80}: {others}")
         tables = read_document(path, f"job file {path}")
         if not isinstance(tables, dict):
             raise JobError(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from stepsight.dataset.base.bounded import read_file
-from stepsight.dataset.base.errors import StepsightError, TableError
+from stepsight.dataset.base.errors import MALFORMED, StepsightError, TableError
 from stepsight.dataset.base.files import check_output_file, digest_files, preset
 from stepsight.dataset.base.registry import Registry, check_takes, instance_of
 from stepsight.dataset.kinds import benchmark_names
@@ -21,7 +21,6 @@ from stepsight.dataset.runs.run_folder import read_collection, read_event_file
 from stepsight.dataset.runs.run_manifest import read_object
 from stepsight.dataset.tables import nccl_tests, published
 from stepsight.dataset.tables.measurements import (
-    MALFORMED,
     NO_TIME,
     Line,
     Measurements,

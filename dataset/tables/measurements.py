@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stepsight.dataset.base.bounded import read_parquet, read_unpacked, reason
-from stepsight.dataset.base.errors import TableError, repeated
+from stepsight.dataset.base.errors import MALFORMED, TableError, repeated
 from stepsight.dataset.base.files import new_file
 from stepsight.dataset.hardware.hardware import HARDWARE, canonical_hardware, find_hardware, reported_devices
 from stepsight.dataset.kinds.op import MOST_SIZE, Collective, Op
@@ -158,7 +158,7 @@ class Measurements:
             times = np.array(seconds, float)
             return Measurements(tuple(works), times, device, fabric, software, source, files, skipped)
         except MALFORMED as error:
-            raise TableError(f"{path}: {error}") from None
+            raise TableError(f"{path}: {reason(error)}") from None
 
 
 def _schema() -> pa.Schema:
@@ -229,8 +229,6 @@ def chip_name(name: str) -> str:
 NO_TIME = "no time"
 COPY = "equal in all to another row"
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e6  # of one call: others are mistakes of typing or of units
-# What a value that is none of a reader's raises, in a file that is none of its format.
-MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class Rows:
@@ -275,7 +273,8 @@ class Rows:
         try:
             yield
         except MALFORMED as error:
-            text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            plain = isinstance(error, ValueError | RecursionError)
+            text = reason(error) if plain else f"{type(error).__name__}: {error}"
             text = text.removeprefix(str(self.path)).removeprefix(f", row {number}").removeprefix(": ")
             rule = text.split(", got ")[0]
             self._broken.setdefault(rule, (number, text))

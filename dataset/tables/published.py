@@ -81,7 +81,7 @@ def read_simumax(rows: Rows) -> None:
         system = json.loads(text)
         name, tables = system["sys_name"], system["accelerator"]["op"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise rows.error(f"must be JSON with sys_name and accelerator.op ({error!r:.200})") from None
+        raise rows.error(f"must be JSON with sys_name and accelerator.op ({reason(error):.200})") from None
     known = _SIMUMAX["devices"].items()
     device = next((ours for start, ours in known if name.startswith(start)), device_name(name))
     for section, table in tables.items():

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from stepsight.dataset.base.bounded import reason
 from stepsight.dataset.base.errors import CaptureError, StepsightError
 from stepsight.dataset.base.files import preset
 from stepsight.dataset.capture.record_graph import op_of_call
@@ -58,9 +59,8 @@ def open_exported(path: Path, dims: Mapping[str, int]) -> ExportedReader:
     except StepsightError:
         raise
     except (OSError, KeyError, TypeError, ValueError, RecursionError, zipfile.BadZipFile) as error:
-        why = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise CaptureError(
-            f"{path.name} must be a file that torch.export.save wrote, save or copy it again: {why:.200}"
+            f"{path.name} must be a file that torch.export.save wrote, save or copy it again: {reason(error):.200}"
         ) from None
 
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.base.bounded import read_unpacked, read_varint
-from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.base.bounded import read_unpacked, read_varint, reason
+from stepsight.dataset.base.errors import MALFORMED, TraceError
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, Dependency, Program
 from stepsight.dataset.graph.rank_trace import Rendezvous
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
@@ -219,16 +219,7 @@ def _classified(call: ChakraNode) -> Op | None:
         plain = [str(each).removeprefix("Tensor(").removesuffix(")") for each in types]
         args = {"Input Dims": shapes, "Input type": plain}
         return classify(name, args, Scope()) if known else classify_unknown(args)
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        OverflowError,
-        SyntaxError,
-        MemoryError,
-        RecursionError,
-    ):
+    except (*MALFORMED, SyntaxError, MemoryError):
         return None
 
 
@@ -295,8 +286,8 @@ def read_nodes(path: Path) -> list[ChakraNode]:
         raise TraceError(f"a Chakra trace must be readable, got {path}: {error}") from None
     try:
         nodes = list(_json_nodes(data) if data.lstrip()[:1] in (b"{", b"[") else _wire_nodes(data))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-        raise TraceError(f"{path} must be a whole Chakra execution trace (protobuf or JSON): {error}") from None
+    except MALFORMED as error:
+        raise TraceError(f"{path} must be a whole Chakra execution trace (protobuf or JSON): {reason(error)}") from None
     for number, count in Counter(node.id for node in nodes).most_common(1):
         if count > 1:
             raise TraceError(f"every node of a Chakra trace must have an id of its own, got {number} twice in {path}")

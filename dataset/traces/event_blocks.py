@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET, Raw, field
 
-from stepsight.dataset.base.bounded import unpacked_blocks
+from stepsight.dataset.base.bounded import reason, unpacked_blocks
 from stepsight.dataset.base.errors import TraceError
 
 BLOCK = 2**20  # bytes that are parsed at once
@@ -133,8 +133,8 @@ class EventBlocks:
             pass
         try:
             tree = parse(strict(text))
-        except RecursionError:
-            raise TraceError(f"{self._path} must be events, got tables nested thousands deep") from None
+        except RecursionError as error:
+            raise TraceError(f"{self._path} must be events: {reason(error)}") from None
         except ValueError:
             raise TraceError(
                 f"{self._path} must be whole JSON: it is truncated or corrupt, profile again or copy it anew"

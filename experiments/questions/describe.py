@@ -247,7 +247,7 @@ _FOLDERS: Kinds = (
     (lambda path: any(map(is_trace, path.iterdir())), _traces),
 )
 _FILES: Kinds = (
-    (is_trace, _traces),
+    (lambda path: is_trace(path) or path.name.endswith(".json.gz"), _traces),
     (lambda path: path.suffix == ".parquet", _measurements),
     (lambda path: path.name.endswith((".csv", ".csv.gz")), _runs_table),
 )

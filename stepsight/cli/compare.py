@@ -95,7 +95,7 @@ def compare_command(
     sides = []
     for thing in things:
         refuse_program(thing)
-        if thing.is_dir() or (thing.is_file() and is_trace(thing)):
+        if thing.is_dir() or (thing.is_file() and (thing.name.endswith(".json.gz") or is_trace(thing))):
             sides.append(run_side(thing))
             continue
         job = overrides.read(thing)

@@ -35,6 +35,12 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         app(["report", JOB, "--out", str(tmp_path / "notes.html")], standalone_mode=False)
 
 
+def test_compare_takes_a_packed_file_as_a_trace(tmp_path: Path) -> None:
+    (tmp_path / "noise.json.gz").write_bytes(bytes(range(128, 256)))
+    with pytest.raises(StepsightError, match=r"noise\.json\.gz must be whole JSON: it is truncated or corrupt"):
+        app(["compare", str(tmp_path / "noise.json.gz"), JOB], standalone_mode=False)
+
+
 def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     """One job by two predictors, and two jobs."""
     app(["compare", JOB, "-p", "roofline", "-p", "a100-sxm"], standalone_mode=False)

@@ -62,6 +62,32 @@ def test_an_old_folder_stays_until_the_new_one_stands(tmp_path: Path) -> None:
     assert (tmp_path / "b" / "file").read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["b"]
 
 
+@pytest.mark.parametrize("there", ["none", "old", "taken"])
+def test_a_folder_that_another_process_writes_meanwhile_is_said(
+    there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What that process wrote stays, and nothing is left beside it."""
+    path, rename = tmp_path / "b", Path.replace
+    if there != "none":
+        path.mkdir()
+        (path / "file").write_text("old")
+
+    def replace(self: Path, target: Path) -> Path:
+        if there == "taken" and self == path:
+            (path / "file").unlink()
+            path.rmdir()
+        elif target == path:
+            path.mkdir()
+            (path / "file").write_text("theirs")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(StepsightError, match="/b was written by another process meanwhile"), new_folder(path) as folder:
+        (folder / "file").write_text("ours")
+    assert [each.name for each in tmp_path.iterdir()] == ([] if there == "taken" else ["b"])
+    assert there == "taken" or (path / "file").read_text() == "theirs"
+
+
 def test_an_old_folder_that_cannot_come_back_is_kept_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk on which every rename but the first fails."""
     (tmp_path / "b").mkdir()

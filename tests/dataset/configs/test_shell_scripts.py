@@ -173,3 +173,11 @@ def test_a_printf_without_words_is_a_command() -> None:
 def test_words_that_a_command_prints_are_not_counted() -> None:
     script = read_script("set -- $(ls)\nif [ $# -eq 1 ]; then N=3; fi\nrun --n $N")
     assert script.commands[-1] == ["run", "--n"] and len(script.undecided) == 1
+
+
+def test_a_word_that_grows_is_refused_with_its_length() -> None:
+    long = "x" * 600_000
+    with pytest.raises(JobError, match=r"at most 1048576 characters, got 1200000 in '\$A\$A'$"):
+        read_script(f"A={long}\necho $A$A")
+    with pytest.raises(JobError, match=r"at most 1048576 characters, got 1200000 in A$"):
+        read_script(f"A={long}\nA+={long}")

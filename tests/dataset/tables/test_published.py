@@ -148,6 +148,9 @@ def test_what_is_no_table_is_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(TableError, match=r"^[^\n]*a\.json[^\n]*$"):
         read_table("simumax", tmp_path / "a.json")
+    (tmp_path / "a.json").write_text("[" * 10**5)
+    with pytest.raises(TableError, match=r"accelerator\.op \(it is nested thousands deep\)$"):
+        read_table("simumax", tmp_path / "a.json")
 
 
 _SIZES = "n_head,n_kv_head,n_embd,n_expanded_embd,vocab_size,use_gated_mlp,num_tokens,num_tensor_parallel_workers"

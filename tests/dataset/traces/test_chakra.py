@@ -76,6 +76,7 @@ def test_bad_traces_are_refused_with_the_reason(tmp_path: Path) -> None:
     circle[0]["deps"] = [8]
     refused(protobuf(circle), "must not form a circle, got nodes 2, 3")
     refused(b"", "must hold nodes")
+    refused(f'{{"workload_graph": {"[" * 10**5}', r"JSON\): it is nested thousands deep$", "chakra.0.json")
 
 
 def test_ranks_that_do_not_fit_are_refused(tmp_path: Path) -> None:

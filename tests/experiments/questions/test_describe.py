@@ -157,6 +157,16 @@ def test_a_file_with_a_mistake_is_told_as_what_it_looks_like(tmp_path: Path, tex
         describe(tmp_path / "job.toml")
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("a.pt2", r"`stepsight capture` models \(.onnx, .pt2\)$"), ("a.json.gz", "a.json.gz must be whole JSON")],
+)
+def test_a_file_of_noise_is_told_without_names_of_functions(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / name).write_bytes(bytes(range(128, 256)))
+    with pytest.raises(StepsightError, match=message):
+        describe(tmp_path / name)
+
+
 def test_a_table_of_runs(tmp_path: Path) -> None:
     """Rows, devices and frameworks of each source; another table is refused with what reads it."""
     write_runs(tmp_path / "runs.csv.gz", run_row(source="lab"), run_row(source="lab", gpus=8, dp=1))
