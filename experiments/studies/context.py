@@ -51,7 +51,7 @@ from stepsight.training.context.fit_context import (
     op_error,
 )
 from stepsight.training.context.learn_context import AUTO, hold_back, standard_error
-from stepsight.training.fitting.train_runs import with_measured
+from stepsight.training.fitting.train_runs import measured_hardware
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.measured.measured import (
     MeasuredRun,
@@ -147,8 +147,7 @@ def _regressors(collections: Sequence[Path]) -> tuple[Predictor, list[Taught]]:
     name = runs[0].manifest.job.hardware_name if runs else "local-cpu"
     imported = read_imported_runs(collections, name)
     profile = read_profiles(collections, find_fabric(usual_fabric(name)), imported)
-    device = next((str(run.manifest.fingerprint.get("device", "cpu")) for run in runs), profile.device or "cpu")
-    hardware = with_measured(profile.hardware(name, device), runs, imported)
+    hardware = measured_hardware(name, profile, runs, imported)
     fill_from_traces(profile, runs)
     kernel = fit_kernels(profile.ops, profile.op_busy, np.array(profile.op_seconds), hardware, seed=0)
     collective = fit_collectives(profile.collectives, profile.fabrics, np.array(profile.collective_seconds), seed=0)

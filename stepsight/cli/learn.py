@@ -61,7 +61,7 @@ def train_command(
         sources: Collection folders written by `stepsight collect` or `import`, or tables of ops and collectives of one
             device (.parquet) written by `stepsight import`.
         out: Folder of the predictor to write.
-        hardware: Collections: the name of this hardware in [cluster] hardware of jobs (default: local-cpu). Tables: a
+        hardware: Collections: the measured device's name in [cluster] hardware of jobs (default: local-cpu). Tables: a
             preset, or a .toml or .json file with the device's facts (default: the device of the rows).
         like: Tables: the shipped predictor of the most similar device, for example b200-sxm. Default: all of them.
         software: Tables: the software to predict for, or a part of its name. Default: the software of most rows.

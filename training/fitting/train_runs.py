@@ -92,7 +92,7 @@ def train(
             f"training needs event profiles or traces of runs with role {' or '.join(roles)}, "
             f"got none in {', '.join(map(str, folders))}"
         )
-    hardware = _hardware(hardware_name, profile, runs, imported)
+    hardware = measured_hardware(hardware_name, profile, runs, imported)
     with tracked(uri, f"train {hardware_name}") as run:
         predictor = _learn(profile, runs, imported, hardware, (seed, context), say)
         tracking = {"mlflow_run_id": run.run_id, "mlflow_uri": uri}
@@ -105,15 +105,6 @@ def train(
     return Predictor.load(out)
 
 
-def _hardware(
-    name: str, profile: Profile, runs: Sequence[MeasuredRun], imported: Sequence[ImportedSegments]
-) -> Hardware:
-    """The measured facts of the hardware, all of whose runs must be on it."""
-    check_hardware(runs, name)
-    device = next((str(run.manifest.fingerprint.get("device", "cpu")) for run in runs), profile.device or "cpu")
-    return with_measured(profile.hardware(name, device), runs, imported)
-
-
 def _fabric(hardware_name: str, runs: Sequence[MeasuredRun]) -> Fabric | None:
     """The fabric of the measured collectives: the hardware's usual one, or that of the runs' jobs."""
     try:
@@ -123,10 +114,13 @@ def _fabric(hardware_name: str, runs: Sequence[MeasuredRun]) -> Fabric | None:
         return stated.pop() if len(stated) == 1 else None
 
 
-def with_measured(hardware: Hardware, runs: Sequence[MeasuredRun], imported: Sequence[ImportedSegments]) -> Hardware:
-    """Add what runs show to the hardware: the host's time of the pipeline runtime, by runs in boxes, and launches and
-    overlap, by imported traces of a GPU.
-    """
+def measured_hardware(
+    name: str, profile: Profile, runs: Sequence[MeasuredRun], imported: Sequence[ImportedSegments]
+) -> Hardware:
+    """Facts by event files, all of the hardware; costs of the pipeline by boxes; launches and overlap by GPU traces."""
+    check_hardware(runs, name)
+    device = next((str(run.manifest.fingerprint.get("device", "cpu")) for run in runs), profile.device or "cpu")
+    hardware = profile.hardware(name, device)
     records = [
         (run.manifest.job, step)
         for run in runs
