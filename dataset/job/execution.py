@@ -201,21 +201,9 @@ _RELEVANT = attrgetter(
     *("execution.engine", "execution.checkpoint", "batch.precision", "batch.fp8_scaling", "batch.fp8_parameters"),
     *("optimizer.clip_grad_norm", "optimizer.offload", "optimizer.fused"),
     *("model.eager_kernels", "model.norms_again", "model.token_metrics"),
-    *(
-        f"parallel.{name}"
-        for name in [
-            "gradient_dtype",
-            "reduce_scatter",
-            "overlap_grad_reduce",
-            "overlap_tp",
-            "overlap_param_gather",
-            "prefetch",
-            "reshard_after_forward",
-            "bucket_mbytes",
-            "runtime",
-            "zero_by_rank",
-        ]
-    ),
+    *("parallel.gradient_dtype", "parallel.reduce_scatter", "parallel.overlap_grad_reduce", "parallel.overlap_tp"),
+    *("parallel.overlap_param_gather", "parallel.prefetch", "parallel.reshard_after_forward", "parallel.bucket_mbytes"),
+    *("parallel.runtime", "parallel.zero_by_rank"),
 )
 _KNOWN: Memo[Any, ExecutionSemantics] = Memo("semantics of jobs", 1024)
 
