@@ -41,8 +41,7 @@ def shorten(value: object, most: int = SHOWN) -> str:
 def repeated(names: Iterable[str], most: int = 3) -> str:
     """Names that are there more than once, for an error: the first ones, and how many more; "" if there are none."""
     found = sorted(name for name, count in Counter(names).items() if count > 1)
-    more = f" and {len(found) - most} more" if len(found) > most else ""
-    return ", ".join(shorten(name) for name in found[:most]) + more
+    return ", ".join(map(shorten, found[:most])) + (f" and {len(found) - most} more" if len(found) > most else "")
 
 
 # What a value that is none of a reader's raises, in a file that is none of its format.

@@ -146,9 +146,8 @@ class Variables:
                 at = named.end() if named else plain.end() if plain else start + 1
             length += sum(len(text) for text, _ in pieces)
             if length > LONGEST_VALUE:
-                raise JobError(
-                    f"a word of a script must have at most {LONGEST_VALUE} characters, got {length} in {raw!r:.60}"
-                )
+                rule = f"a word of a script must have at most {LONGEST_VALUE} characters"
+                raise JobError(f"{rule}, got {length} in {raw!r:.60}")
             yield from pieces
 
     def _braces(self, text: str, quoted: bool) -> list[tuple[str, bool]]:
