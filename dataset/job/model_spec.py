@@ -149,6 +149,11 @@ class ModelSpec:
         return self.head_dim or self.hidden // self.heads
 
     @property
+    def shared_ffn(self) -> int:
+        """Inner size of all experts that process every token; tables of frameworks' keys read it."""
+        return self.shared_experts * self.expert_ffn
+
+    @property
     def has_bias(self) -> bool:
         return self.family != "llama" and self.family != "t5"
 
