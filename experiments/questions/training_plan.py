@@ -19,7 +19,7 @@ TOKENS, SAMPLES = 1e12, 1e9  # of a training, until the user states them
 
 
 def usual_amount(job: Job) -> float:
-    """The tokens of a training that nobody states, or the samples of a recommendation model."""
+    """The tokens of a training that is not stated, or the samples of a recommendation model."""
     return SAMPLES if job.model.tables else TOKENS
 
 
