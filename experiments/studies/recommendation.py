@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.base.files import new_folder, write_text
 from stepsight.dataset.configs.documents import job_toml
 from stepsight.dataset.hardware.hardware import HARDWARE
@@ -32,6 +34,7 @@ from stepsight.experiments.search.sharding import placed
 from stepsight.experiments.studies.study import Study, cases
 from stepsight.experiments.tasks.collecting import run_plan
 from stepsight.experiments.tasks.scripts import run_script, slowest_of
+from stepsight.training.fitting.fit_calibration import TimedJob, fit_calibration
 from stepsight.training.fitting.train_runs import train
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.measured.planning import make_plan
@@ -62,7 +65,7 @@ def drawn_ops(count: int, seed: int) -> list[Op]:
     return ops
 
 
-def measure(ops: Sequence[Op], rounds: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+def measure(ops: Sequence[Op], rounds: int) -> NDArray[np.float64]:
     """Shortest seconds of each op on one core: other load comes and goes."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
@@ -120,32 +123,45 @@ def _steps(arguments: Sequence[str], folder: Path, steps: int, rounds: int) -> A
 
 
 def run_steps(options: argparse.Namespace) -> tuple[Any, str]:
-    """Errors of steps and exchanges; the predictor saw ops and collectives of other models alone."""
+    """Errors of steps and exchanges of a predictor that saw ops and collectives of other models alone, and of the same
+    one calibrated on the steps of those other models.
+    """
+    if not SCRIPT.is_file():
+        raise CollectError(f"the study runs {SCRIPT}: begin it in the root of a checkout, got {Path.cwd()}")
     out, told = options.out, dict[str, Any](load=[os.getloadavg()[0]])
     os.environ |= _ALONE
     taught = [job for seed in range(_TAUGHT) for job in two_rank_jobs(seed)]
     run_plan(make_plan([], profile_jobs=taught, event_seconds=options.event_seconds), out / "events")
     predictor = train([out / "events"], out / "predictor", progress=False)
-    told["cases"] = found = list[dict[str, Any]]()
-    for seed in range(_TAUGHT, _TAUGHT + options.models):
-        jobs, paths = two_rank_jobs(seed), list[str]()
-        for at, job in enumerate(jobs):
-            paths.append(str(out / f"{seed}-{at}.toml"))
-            write_text(Path(paths[at]), job_toml(job))
-        seconds = _steps(paths, out / f"steps-{seed}", len(jobs), options.rounds)
-        for at, job in enumerate(jobs):
-            found.append({"case": job.name, "predicted_s": predict(job, predictor).iteration_time_s})
-            found[-1] |= {"least_s": float(seconds[:, at].min()), "median_s": float(np.median(seconds[:, at]))}
+    own = [(job, seconds) for seed in range(_TAUGHT) for job, seconds in _measured(seed, out, options.rounds)]
+    judged = range(_TAUGHT, _TAUGHT + options.models)
+    cases = [(job, seconds) for seed in judged for job, seconds in _measured(seed, out, options.rounds)]
     exchanged = _steps([str(part) for each in SPLITS for part in each], out / "exchanges", len(SPLITS), options.rounds)
-    ranks = jobs[0].table_ranks
+    ranks = cases[0][0].table_ranks
     equal = (equal_exchange(2.0 * np.array(each), np.full(2, 1.0 * sum(each)), ranks) for each in SPLITS)
     sizes = [Collective("all_to_all", int(4 * size), 2, 2) for size in equal]
-    predicted = predict(jobs[0], predictor).latency.collective_seconds(sizes)
+    predicted = predict(cases[0][0], predictor).latency.collective_seconds(sizes)
+    told["cases"] = [{"case": job.name} for job, _ in cases]
     for words, middle in (("least", np.min), ("median", np.median)):
-        told[f"steps, {words}"] = _errors([one["predicted_s"] for one in found], [one[f"{words}_s"] for one in found])
+        seconds = [float(middle(each)) for _, each in cases]
+        calibrated = fit_calibration(predictor, [TimedJob(job, float(middle(each))) for job, each in own]).predictor
+        for name, each in (("alone", predictor), ("calibrated", calibrated)):
+            answers = [predict(job, each).iteration_time_s for job, _ in cases]
+            told[f"steps, {words}, {name}"] = _errors(answers, seconds)
+            for case, answer, measured in zip(told["cases"], answers, seconds, strict=True):
+                case |= {f"{words}_s": measured, f"{words}_{name}_s": answer}
         told[f"unequal exchanges, {words}"] = _errors(predicted, middle(exchanged, axis=0))
     told["load"].append(os.getloadavg()[0])
     return told, _error_text(told)
+
+
+def _measured(seed: int, out: Path, rounds: int) -> list[tuple[Job, NDArray[np.float64]]]:
+    """The jobs of a random model, and seconds of ``rounds`` steps of each on two ranks."""
+    jobs = two_rank_jobs(seed)
+    paths = [out / f"{seed}-{at}.toml" for at in range(len(jobs))]
+    for path, job in zip(paths, jobs, strict=True):
+        write_text(path, job_toml(job))
+    return list(zip(jobs, _steps([*map(str, paths)], out / f"steps-{seed}", len(jobs), rounds).T, strict=True))
 
 
 def drawn_job(seed: int, study: str = "placements") -> Job:
