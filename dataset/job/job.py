@@ -23,8 +23,8 @@ from stepsight.dataset.hardware.hardware import (
     suspicious_links,
     usual_fabric,
 )
+from stepsight.dataset.harness.base.parallel_rules import Rules
 from stepsight.dataset.job.frameworks import GENERIC, Framework, find_framework, framework_in
-from stepsight.dataset.job.parallel_rules import Rules
 from stepsight.dataset.job.rules import JobTables, broken_rules
 from stepsight.dataset.job.sharding import placement_words, placements_of
 from stepsight.dataset.job.sharding_plans import (

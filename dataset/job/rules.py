@@ -18,9 +18,10 @@ from stepsight.dataset.hardware.hardware import (
     hardware_name,
     usual_fabric,
 )
-from stepsight.dataset.job import parallel_rules, specs
+from stepsight.dataset.harness.base import parallel_rules
+from stepsight.dataset.harness.base.parallel_rules import Rules
+from stepsight.dataset.job import specs
 from stepsight.dataset.job.frameworks import LIBRARIES, software_problems
-from stepsight.dataset.job.parallel_rules import Rules
 from stepsight.dataset.job.sharding import Ranks
 from stepsight.dataset.job.sharding_plans import check_sharding, check_tables
 

@@ -20,8 +20,8 @@ from stepsight.dataset.base.bounded import MOST_TABLES, read_text
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import preset, read_document
 from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.harness.base.parallel_rules import Rules
 from stepsight.dataset.job.model_spec import ModelSpec, TableSpec
-from stepsight.dataset.job.parallel_rules import Rules
 from stepsight.dataset.job.sharding import (
     COLUMN,
     LOCATIONS,

@@ -8,9 +8,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from ..base import parallel_rules
 from ..base.errors import HarnessError
-from . import parallel_rules
-from .parallel_rules import Rules
+from ..base.parallel_rules import Rules
 
 SCHEMA = 1
 MOST_CPU = 0.25  # of all cores' time that the ranks of a run in a box may compute; beyond, its times mean nothing

@@ -1,8 +1,4 @@
-"""Arithmetic rules of every job. Standard library only.
-
-``stepsight.dataset.job.rules`` checks a ``Job`` with these rules and many more.  The harness checks the jobs of a plan
-with them, because it runs where ``Job`` is not installed.
-"""
+"""Arithmetic rules of every job; standard library only, as the harness also runs where ``Job`` is not installed."""
 
 from __future__ import annotations
 

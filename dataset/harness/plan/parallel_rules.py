@@ -1,1 +1,0 @@
-../../job/parallel_rules.py
