@@ -138,10 +138,6 @@ def _read_deepspeed_way(reading: Reading) -> None:
         reading.assume(_STAGE, 2, "Accelerate's default with DeepSpeed")
 
 
-def _read_replicated(reading: Reading) -> None:
-    reading.assume(_STAGE, 0, f"distributed_type {reading.word('distributed_type')}")
-
-
 def _read_megatron(reading: Reading) -> None:
     reading.draft.choose("megatron-core", reading.word("distributed_type"))
 
@@ -230,6 +226,3 @@ def _write_zero(view: JobView) -> None:
     size = 4 if view.job.batch.precision == "fp32" else 2
     view.put(_ZERO, stage=view[_STAGE], overlap_comm=view["parallel.overlap_grad_reduce"])
     view.put(_ZERO, reduce_bucket_size=round(view["parallel.bucket_mbytes"] * 2**20 / size))
-
-
-_DEGREE = (lambda degree: int(degree) if degree > 1 else None, lambda degree: degree)

@@ -21,7 +21,7 @@ WITH_TABLES = (".json", ".toml", ".yaml", ".yml")
 # Keys that are filled in where they are 0, so that a configuration's own 0 must be refused before.
 _OPEN_AT_0 = (
     *("model.kv_heads", "model.ffn", "model.expert_ffn", "model.head_dim", "parallel.dp", "parallel.dp_shard"),
-    *("cluster.nodes", "cluster.devices_per_node", "model.seq_len"),
+    *("cluster.nodes", "cluster.devices_per_node", "model.seq_len", "model.vocab"),
 )
 
 
@@ -77,59 +77,61 @@ class Unknown(str):
 
 @dataclass(slots=True)
 class Draft:
-    """Tables of a job that a reader of a configuration fills.
+    """Values of a job that a reader of a configuration fills.
 
-    The table ``run`` has what follows from a configuration without being a job's key: ``devices`` (of the run),
-    ``replicas``, ``replicas_of_shards``, ``accumulation`` (micro-batches of a replica in an iteration), ``local_batch``
-    (sequences of a replica in an iteration), ``flush_batch`` (sequences of a replica between two flushes of the
-    pipeline).
+    Keys of ``run`` are no job's, but follow from a configuration: ``devices`` (of the run), ``replicas``,
+    ``replicas_of_shards``, ``accumulation`` (micro-batches of a replica in an iteration), ``local_batch`` (sequences of
+    a replica in an iteration), ``flush_batch`` (sequences of a replica between two flushes of the pipeline).
 
     Attributes:
         framework: Of the job.
-        tables: By section.
-        sources: By key of the job (``model.layers``): the words of the configuration that state it.
-        reasons: By key of the job: why a value is assumed that no configuration states.
+        values: By key of the job (``model.layers``).
+        sources: By key: the words of the configuration that state it.
+        reasons: By key: why a value is assumed that no configuration states.
         ignored: What no key of a job expresses.
         told: The keys that were set, in their order; ``ignored`` for what no key expresses.
     """
 
     framework: str = ""
-    tables: dict[str, dict[str, Any]] = field(default_factory=lambda: {name: {} for name in (*SECTIONS, "run")})
+    values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
 
+    @property
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """The values by section."""
+        found: dict[str, dict[str, Any]] = {name: {} for name in (*SECTIONS, "run")}
+        for key, value in self.values.items():
+            section, _, name = key.partition(".")
+            found[section][name] = value
+        return found
+
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key, as ``model.layers``."""
-        section, _, name = key.partition(".")
-        return self.tables[section].get(name, default)
+        return self.values.get(key, default)
 
     def degree(self, name: str) -> int:
         """A parallel degree, as ``pp``; 1 where nothing states one, or one that cannot be (which the job refuses)."""
-        value = self.tables["parallel"].get(name, 1)
+        value = self.get(f"parallel.{name}", 1)
         return value if type(value) is int and 0 < value <= MOST_DEVICES else 1
 
     def drop(self, key: str) -> None:
         """Take back what was set."""
-        section, _, name = key.partition(".")
-        self.tables[section].pop(name, None)
-        self.sources.pop(key, None)
-        self.reasons.pop(key, None)
+        for table in (self.values, self.sources, self.reasons):
+            table.pop(key, None)
 
     def map(self, key: str, value: Any, source: str) -> None:
         """Set a key to what a configuration states; a later one wins."""
-        section, _, name = key.partition(".")
-        self.tables[section][name] = value
-        self.sources[key] = source
+        self.values[key], self.sources[key] = value, source
         self.reasons.pop(key, None)
         self.told.append(key)
 
     def assume(self, key: str, value: Any, reason: str, because: str = "") -> None:
         """Set a key that nothing states yet; the words of the key ``because`` belong to the reason."""
-        section, _, name = key.partition(".")
-        if name not in self.tables[section]:
-            self.tables[section][name] = value
+        if key not in self.values:
+            self.values[key] = value
             self.reasons[key] = f"{reason} ({words})" if (words := self.sources.get(because)) else reason
             self.told.append(key)
 
@@ -169,8 +171,7 @@ class Reading:
     stated: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        draft = self.draft
-        self.get, self.degree, self.ignore = draft.get, draft.degree, draft.ignore
+        self.get, self.degree, self.ignore = self.draft.get, self.draft.degree, self.draft.ignore
         self._stated = {name: value for name, value in self.values.items() if value is not None}
         self._all, self._settled = {**(self.defaults or {}), **self._stated}, set[str]()
         self._looked, self._fresh = list[str](), list[str]()  # settings of a row, and of its next key
@@ -194,7 +195,7 @@ class Reading:
                 if not found:
                     continue
                 words, last = found[-1]
-                words[last] += f"; {self._written(name)}"
+                words[last] += f"; {self.written(name)}"
             self._settled.add(name)
 
     def _named(self, name: str, texts: str) -> bool:
@@ -207,7 +208,7 @@ class Reading:
         """
         if not words:
             stated = [name for name in names if name in self._stated][:1] if names else self._fresh
-            words, self._fresh = "; ".join(map(self._written, stated)), [] if not names else self._fresh
+            words, self._fresh = "; ".join(map(self.written, stated)), [] if not names else self._fresh
         if words:
             self.draft.map(key, value, words)
         else:
@@ -216,6 +217,12 @@ class Reading:
     def assume(self, key: str, value: Any, reason: str = "") -> None:
         """Set a key of the job that nothing states yet, by default to the framework's default."""
         self.draft.assume(key, value, reason or self.default)
+
+    def asked(self, key: str, wanted: str = "") -> Any:
+        """The value of a key, or after ``@`` of a setting, as what a row needs: true or false if that is wanted."""
+        if not key.startswith("@"):
+            return self.draft.framework if key == "framework" else self.get(key)
+        return self.flag(key[1:]) if wanted in ("true", "false") else self.take(key[1:])
 
     def find(self, *names: str) -> str:
         """The first of some settings that has a value; empty if none has."""
@@ -253,22 +260,17 @@ class Reading:
     def positive(self, *keys: str, auto: int | None = None, whole: bool = True) -> Any:
         """A number above 0; None where no key has one, or it is ``auto``, with which the framework decides itself."""
         value = self.number(*keys, whole=whole)
-        if value is None or value == auto:
-            return None
-        if value <= 0:
+        if value is not None and value != auto and value <= 0:
             but = "" if auto is None else f" or {auto}"
             raise JobError(f"{self.source(*keys)} must be a positive number{but}, got {value:g}")
-        return value
+        return None if value == auto else value
 
     def flag(self, *keys: str) -> bool | None:
         """True or false, None where no key has a value; a JobError if the value is something else."""
         value = self.take(*keys)
-        if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no", "1", "0"):
-            return value.lower() in ("true", "yes", "1")
-        if value is None or isinstance(value, bool):
-            return value
-        if value in (0, 1):
-            return bool(value)
+        value = int(value) if value in (0, 1) else value
+        if value is None or (word := str(value).lower()) in ("true", "false", "yes", "no", "1", "0"):
+            return None if value is None else word in ("true", "yes", "1")
         if self.source(*keys).startswith("--"):  # words that follow a flag of a command line
             return True
         raise JobError(f"{self.source(*keys)} must be true or false, got {value!r:.80}")
@@ -283,14 +285,11 @@ class Reading:
     def typed(self, key: str, *names: str) -> Any:
         """The value of the first of some settings that has one, of the type of a job's key."""
         section, _, name = key.partition(".")
-        kind = str(SECTIONS[section].__annotations__[name]) if section in SECTIONS else "int"
-        match kind.partition(" ")[0]:
-            case "bool":
-                return self.flag(*names)
-            case "int" | "float" as kind:
-                above_0 = key in _OPEN_AT_0 or section == "run"
-                return (self.positive if above_0 else self.number)(*names, whole=kind == "int")
-        return self.take(*names)
+        kind = str(SECTIONS[section].__annotations__[name]).partition(" ")[0] if section in SECTIONS else "int"
+        if kind in ("int", "float"):
+            read = self.positive if key in _OPEN_AT_0 or section == "run" else self.number
+            return read(*names, whole=kind == "int")
+        return self.flag(*names) if kind == "bool" else self.take(*names)
 
     def copy(self, key: str, *names: str) -> Any:
         """Map a key of the job to the first of some settings that has a value; return the value."""
@@ -299,22 +298,16 @@ class Reading:
             self.map(key, value, *names)
         return value
 
-    def share(self, key: str, total: int, size: int, words: str) -> None:
-        """Map a key of the job to the parts of a size in a total; if there are no whole ones, assume the nearest."""
-        record = self.draft.assume if total % size else self.draft.map
-        record(key, max(1, round(total / size)), words)
-
     def ignore_rest(self) -> None:
         """Record the settings that set nothing, or only what later ones set again."""
-        draft = self.draft
-        texts = " ".join([*draft.sources.values(), *draft.reasons.values(), *draft.ignored])
+        texts = " ".join([*self.draft.sources.values(), *self.draft.reasons.values(), *self.draft.ignored])
         for name in self._stated:
             if name not in self._settled or not self._named(name, texts):
-                self.ignore(self._written(name))
+                self.ignore(self.written(name))
 
-    def _written(self, name: str) -> str:
+    def written(self, name: str) -> str:
         """A setting as the configuration writes it, with its value."""
-        value, words = self.stated.get(name, self._stated[name]), self.source(name)
+        value, words = self.stated.get(name, self._all[name]), self.source(name)
         if words.startswith("--") and isinstance(value, bool):  # an option of a command line without a value
             return words
         value = str(value).lower() if isinstance(value, bool) else value  # as YAML, TOML and JSON have it

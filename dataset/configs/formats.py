@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import combinations
@@ -107,10 +107,10 @@ def _with(name: str) -> Callable[[ConfigFile], bool]:
 
     def has(tables: Any, place: str) -> bool:
         for part in place.strip("!.").split("."):
-            tables = tables.get(part, _MISSING) if isinstance(tables, Mapping) else _MISSING
+            tables = tables.get(part, ...) if isinstance(tables, Mapping) else ...
         if place.startswith("!"):
-            return tables in (_MISSING, None)
-        return isinstance(tables, Mapping) if place.endswith(".") else tables is not _MISSING
+            return tables in (..., None)
+        return isinstance(tables, Mapping) if place.endswith(".") else tables is not ...
 
     return lambda file: any(all(has(file.tables, place) for place in one.split()) for one in _MARKS[name])
 
@@ -124,7 +124,6 @@ def _read_job(file: ConfigFile, draft: Draft) -> None:
             draft.map(f"{section}.{key}", value, "job file")
 
 
-_MISSING = object()
 _DECODERS = ("llama", "gpt")
 _TRANSFORMERS = (*_DECODERS, "bert", "t5", "vit")
 _SIZES = ("model.layers", "model.hidden")
@@ -168,6 +167,7 @@ _BUILT_IN = tuple(CONFIG_FORMATS)
 
 HARDWARE, DEVICES_PER_NODE = "h100-sxm-80gb", 8
 _MOST_TRIED = 1024  # numbers of devices
+_CLUSTER = ("nodes", "devices_per_node")
 _NEEDED = ("family", "layers", "hidden", "heads", "vocab", "seq_len")
 
 
@@ -196,15 +196,12 @@ class ConfigJob:
     @property
     def mapped(self) -> dict[str, Any]:
         """Values that a configuration states, by key of the job (``model.layers``)."""
-        return self._values(self.sources)
+        return {key: reduce(getitem, key.split("."), self.tables) for key in self.sources}
 
     @property
     def assumed(self) -> dict[str, Any]:
         """Values that no configuration states, by key of the job."""
-        return self._values(self.reasons)
-
-    def _values(self, keys: Iterable[str]) -> dict[str, Any]:
-        return {key: reduce(getitem, key.split("."), self.tables) for key in keys}
+        return {key: reduce(getitem, key.split("."), self.tables) for key in self.reasons}
 
     @property
     def job(self) -> Job:
@@ -287,18 +284,18 @@ def read_configs(paths: str | Path | Sequence[str | Path], given: Given | None =
         if not missing:
             _fill_cluster(draft, given)
             _fill_batch(draft)
-        del draft.tables["run"]
-        reasons = {key: why for key, why in draft.reasons.items() if not key.startswith("run.")}
-        sources = {key: words for key, words in draft.sources.items() if not key.startswith("run.")}
-        for words in (draft.sources[key] for key in draft.sources if key not in sources):
-            if not any(words in text for text in (*sources.values(), *reasons.values(), *draft.ignored)):
+        of_run = {key: draft.sources.get(key, "") for key in draft.values if key.startswith("run.")}
+        for key in of_run:
+            draft.drop(key)
+        for words in filter(None, of_run.values()):
+            if not any(words in text for text in (*draft.sources.values(), *draft.reasons.values(), *draft.ignored)):
                 draft.ignore(f"{words}: sets no key of this job")
         tables: dict[str, Any] = {"framework": draft.framework} if draft.framework else {}
         tables |= {name: table for name, table in draft.tables.items() if table}
         job = None if missing else Job.from_dict(tables)
     except JobError as error:
         raise JobError(f"{', '.join(map(str, files))}: {error}") from None
-    return ConfigJob(job, tables, sources, reasons, tuple(draft.ignored), formats, tuple(missing))
+    return ConfigJob(job, tables, draft.sources, draft.reasons, tuple(draft.ignored), formats, tuple(missing))
 
 
 def _fill_cluster(draft: Draft, given: Given) -> None:
@@ -349,25 +346,23 @@ def _positive(value: object) -> int:
 
 def _least_devices(draft: Draft, others: int) -> tuple[int, str]:
     """The smallest number of devices for the parallel degrees, and the degrees in words."""
-    words = " * ".join(f"{name} {draft.degree(name)}" for name in ("tp", "cp", "pp") if draft.degree(name) > 1)
-    dp = draft.get("parallel.dp")
-    if isinstance(dp, int) and dp > 0:
-        return others * dp, f"{words} * dp {dp}" if words else f"dp {dp}"
-    ep = draft.degree("ep")
-    group = draft.degree("cp") * (draft.degree("tp") if draft.get("parallel.expert_tp") == 1 else 1)
-    replicas = math.lcm(ep // math.gcd(ep, group), draft.get("parallel.dp_shard") or 1)
-    more = f"{' * ' if words else ''}dp {replicas} (ep {ep})" if replicas > 1 else ""
-    return others * replicas, (words + more) or "one replica"
+    words = [f"{name} {draft.degree(name)}" for name in ("tp", "cp", "pp") if draft.degree(name) > 1]
+    replicas, ep = draft.get("parallel.dp"), draft.degree("ep")
+    if isinstance(replicas, int) and replicas > 0:
+        words.append(f"dp {replicas}")
+    else:
+        group = draft.degree("cp") * (draft.degree("tp") if draft.get("parallel.expert_tp") == 1 else 1)
+        replicas = math.lcm(ep // math.gcd(ep, group), draft.get("parallel.dp_shard") or 1)
+        words += [f"dp {replicas} (ep {ep})"] if replicas > 1 else []
+    return others * replicas, " * ".join(words) or "one replica"
 
 
 def _fill_batch(draft: Draft) -> None:
     """Set what is missing of the batch, and how many times the pipeline is flushed."""
-    cluster, pp = draft.tables["cluster"], draft.degree("pp")
-    devices = _positive(cluster.get("nodes")) * _positive(cluster.get("devices_per_node"))
+    pp, devices = draft.degree("pp"), math.prod(_positive(draft.get(f"cluster.{key}")) for key in _CLUSTER)
     dp = draft.get("parallel.dp") or max(1, devices // (draft.degree("tp") * draft.degree("cp") * pp))
-    copies, steps, local = (
-        draft.get(f"run.{name}", 0) for name in ("replicas_of_shards", "accumulation", "local_batch")
-    )
+    names = ("replicas_of_shards", "accumulation", "local_batch")
+    copies, steps, local = (draft.get(f"run.{name}", 0) for name in names)
     if copies > 1 and dp % copies == 0:
         reason = f"{copies} copies of the shards in dp {dp}"
         draft.assume("parallel.dp_shard", dp // copies, reason, "run.replicas_of_shards")

@@ -125,12 +125,6 @@ def _write_image(view: JobView) -> None:
     view.put(patch_size=side, image_size=image, num_channels=3, id2label=labels)
 
 
-def _read_halves(reading: Reading) -> None:
-    reading.map("model.gated_mlp", "gated" in reading.word("feed_forward_proj"), words="feed_forward_proj")
-    reading.assume("model.encoder_seq_len", reading.positive("n_positions") or 512, "T5's n_positions")
-    reading.assume("model.seq_len", 128, "a model's file does not state how many tokens are predicted")
-
-
 def _read_heads(reading: Reading) -> None:
     kind = reading.word("model_type")
     if reading.get("model.attention") == "mla":
@@ -142,22 +136,11 @@ def _read_heads(reading: Reading) -> None:
         reading.copy("model.kv_heads", *reading.names)
 
 
-def _read_experts(reading: Reading) -> None:
-    if (reading.number(*reading.names) or 0) > 1:
-        reading.copy("model.experts", *reading.names)
-
-
 def _read_expert_ffn(reading: Reading) -> None:
     if reading.copy("model.expert_ffn", *reading.names) is None and reading.word("model_type") == "llama4_text":
         reading.map("model.expert_ffn", reading.get("model.ffn"), words="intermediate_size")
         reading.map("model.ffn", reading.positive("intermediate_size_mlp"), words="intermediate_size_mlp")
         reading.assume("model.shared_experts", 1, "Llama 4 has one")
-
-
-def _read_shared_experts(reading: Reading) -> None:
-    shared, inner = reading.number(*reading.names), reading.get("model.expert_ffn") or reading.get("model.ffn")
-    if shared and inner:
-        reading.share("model.shared_experts", shared, inner, f"{reading.names[0]} {shared} over {inner}")
 
 
 def _read_dense_layers(reading: Reading) -> None:

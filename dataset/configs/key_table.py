@@ -55,7 +55,7 @@ class JobView:
         self._read.add(key)
         return self._vocabulary()[0] if key == "model.vocab" else self.value(key)
 
-    def value(self, key: str) -> Any:
+    def value(self, key: str, _: str = "") -> Any:
         """The value of a key, or of a property (``job.num_micro_batches``), which does not count as expressed."""
         section, _, name = key.partition(".")
         return getattr(self.job if section == "job" else getattr(self.job, section), name) if name else self.kind
@@ -76,16 +76,14 @@ class JobView:
     def _notes(self) -> tuple[str, ...]:
         """Notes about a written vocabulary that the job's framework pads."""
         (size, multiple), job = self._vocabulary(), self.job
+        pads, name = f"to a multiple of {multiple}, as {job.framework} does with tp {job.parallel.tp}", job.model.name
         if "model.vocab" not in self._read or multiple == 1:
             return ()
-        pads = f"to a multiple of {multiple}, as {job.framework} does with tp {job.parallel.tp}"
         if size != job.model.vocab:
-            return (
-                f"the vocabulary of {size} is that of {job.model.name}; the job's {job.model.vocab} is padded {pads}",
-            )
-        if MODELS.get(job.model.name, {}).get("vocab") == size:
-            return ()
-        return (f"the vocabulary of {size} is padded {pads}: write the tokenizer's own size if that is smaller",)
+            return (f"the vocabulary of {size} is that of {name}; the job's {job.model.vocab} is padded {pads}",)
+        known = MODELS.get(name, {}).get("vocab") == size
+        own = f"the vocabulary of {size} is padded {pads}: write the tokenizer's own size if that is smaller"
+        return () if known else (own,)
 
     def expressed(self, *keys: str) -> None:
         """Mark keys as expressed because other keys imply them."""
@@ -162,10 +160,9 @@ def even_stages(stages: int, layers: int, first: int = 0, last: int = 0) -> list
 
 
 OTHER = ...  # in a row's values: any other value of the setting
-
-
 Convert = Callable[[Any], Any]
 CLIP = (lambda norm: norm > 0, lambda clips: 1.0 if clips else 0.0)  # largest norm of gradients; 0: any
+SEVERAL = (lambda number: int(number) if number > 1 else None, lambda number: number)  # a degree; 1 states nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +182,12 @@ class Row:
     # what the framework takes, which is assumed where no setting has a value; None: nothing is assumed
     default: Any = None
     # without which the row means nothing: a degree or a number of experts, above 1 (parallel.tp), or one of some values
-    # (model.family=t5, model.family!=t5|vit, kind=deepseek*); several have blanks between them
+    # (model.family=t5, model.family!=t5|vit, kind=deepseek*), or those of a setting (@fp16=true, @encoder=none where
+    # it is not stated); several have blanks between them
     needs: str = ""
     why: str = ""  # the default is assumed; empty: it is the framework's
+    refuse: str = ""  # why there is no job if the settings have a value
+    ignore: str = ""  # what becomes of the settings' value, which is listed as ignored
     read: Callable[[Reading], None] | None = None  # reads the settings in place of the rule above
     write: Callable[[JobView], None] | None = None  # writes the settings in place of the rule above
     only: str = ""  # "read" or "write" if the row has one direction
@@ -203,7 +203,8 @@ def rows_of(framework: str, functions: Mapping[str, Any], group: str = "rows") -
     Of values, ``"nothing"`` is None, ``*`` is any other value, and ``true`` and ``false`` are those of a flag.
     """
     text = resources.files("stepsight.dataset.configs").joinpath(f"{framework}.toml").read_text("utf-8")
-    return tuple(_row({"CLIP": CLIP, **functions}, **told) for told in tomllib.loads(text)[group])
+    known = {"CLIP": CLIP, "SEVERAL": SEVERAL, "_read_shared_experts": read_shared_experts, **functions}
+    return tuple(_row(known, **told) for told in tomllib.loads(text)[group])
 
 
 def _row(
@@ -224,14 +225,26 @@ def _row(
 def read_rows(rows: Iterable[Row], reading: Reading) -> None:
     """Read settings by a table, in its order; those that set nothing are listed as ignored."""
     for row in rows:
-        if row.only != "write" and _counts(row.needs, reading.get) and (row.read or row.names):
+        if row.only != "write":
             reading.names = row.names
-            reading.settle(row.read or partial(_read_row, row), row.key)
+            reading.settle(partial(_read_row, row), row.key)
     reading.ignore_rest()
 
 
 def _read_row(row: Row, reading: Reading) -> None:
     names = reading.names
+    if not _counts(row.needs, reading.asked):
+        return
+    if row.read:
+        row.read(reading)
+        return
+    if row.refuse or row.ignore:
+        found = reading.find(*names)
+        if found and row.refuse:
+            raise JobError(f"{row.refuse}, got {reading.written(found)}")
+        if found:
+            reading.ignore(f"{reading.written(found)}: {row.ignore}")
+        return
     if row.values is None:
         value = reading.typed(row.key, *names)
     elif isinstance(row.values, tuple):
@@ -269,10 +282,19 @@ def _written(row: Row, view: JobView) -> Any:
     return words.get(value, next(iter(row.values)))
 
 
-def _counts(needs: str, get: Callable[[str], Any]) -> bool:
+def read_shared_experts(reading: Reading) -> None:
+    """Read the inner size of all shared experts; without a whole number of them, the nearest one is assumed."""
+    size, inner = reading.number(*reading.names), reading.get("model.expert_ffn") or reading.get("model.ffn")
+    if size and inner:
+        record = reading.draft.assume if size % inner else reading.draft.map
+        words = f"{reading.source(*reading.names)} {size} is {size / inner:.3g} experts of {inner}"
+        record("model.shared_experts", max(1, round(size / inner)), words)
+
+
+def _counts(needs: str, get: Callable[[str, str], Any]) -> bool:
     for need in needs.split():
         key, equals, wanted = need.partition("=")
-        value = get(key.rstrip("!"))
+        value = get(key.rstrip("!"), wanted)
         same = any(fnmatchcase(str(value).lower(), one) for one in wanted.split("|"))
         if not (same != key.endswith("!") if equals else isinstance(value, int) and value > 1):
             return False

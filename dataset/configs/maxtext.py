@@ -62,22 +62,8 @@ def write(job: Job) -> ConfigText:
     return view.text(yaml_text(view.settings), ".yml")
 
 
-def _read_family(reading: Reading) -> None:
-    block, kind = reading.word("decoder_block"), reading.word("attention_type")
-    if block in ("qwen3_next", "qwen3_5"):
-        raise JobError(f"a job has no layers with linear attention or state spaces, got decoder_block {block}")
-    if kind == "compressed":
-        raise JobError(f"a job has no layers with compressed attention, got decoder_block {block}")
-    if kind not in ("", "global", "mla"):
-        reading.ignore(f"attention_type {kind}: a job attends to all tokens before")
-    reading.map("model.family", "gpt" if block == "gpt3" else "llama", "decoder_block")
-    if kind == "mla":
-        reading.map("model.attention", kind, "attention_type")
-    else:
-        reading.copy("model.kv_heads", "base_num_kv_heads")
-        reading.copy("model.head_dim", "head_dim")
-    layers = reading.copy("model.layers", "base_num_decoder_layers")
-    if block == "gemma2" and layers:
+def _read_layers(reading: Reading) -> None:
+    if reading.copy("model.layers", "base_num_decoder_layers") and reading.word("decoder_block") == "gemma2":
         words = "base_num_decoder_layers, of two layers each"
         reading.draft.map("model.layers", 2 * reading.get("model.layers"), words)
 
@@ -88,13 +74,6 @@ def _read_mlp(reading: Reading) -> None:
     reading.map("model.gated_mlp", "linear" in kinds)
     if (reading.positive("num_experts") or 1) > 1:
         reading.copy("model.experts", "num_experts")
-
-
-def _read_dropout(reading: Reading) -> None:
-    rate = reading.number("dropout_rate", whole=False)
-    if rate is not None:
-        used = reading.flag("enable_dropout") is not False
-        reading.map("model.dropout", float(rate) if used else 0.0, "dropout_rate")
 
 
 def _read_degrees(reading: Reading) -> None:
@@ -170,15 +149,6 @@ def _write_batch(view: JobView) -> None:
     if parallel.pp > 1:
         view.put(num_pipeline_microbatches=pieces, num_pipeline_repeats=view["parallel.virtual_stages"])
         view.refuse("parallel.schedule", view["parallel.schedule"] not in ("gpipe", "looped-bfs"))
-
-
-def _read_precision(reading: Reading) -> None:
-    dtype, quantized = reading.word("dtype"), reading.word("quantization")
-    if "fp8" in quantized:
-        reading.map("batch.precision", "fp8")
-        reading.assume("batch.fp8_scaling", "delayed", "scales are those of earlier steps")
-    else:
-        reading.map("batch.precision", {"float32": "fp32", "float16": "fp16"}.get(dtype, "bf16"))
 
 
 _CAPACITY = (lambda factor: float(factor) if factor > 0 else None, lambda factor: factor or -1.0)

@@ -14,11 +14,8 @@ from stepsight.dataset.configs.megatron_model import MODEL_ROWS, MOST_STAGES, st
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import RECOMPUTE_MODULES
 
-_SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _PROGRAMS = {"bert": "pretrain_bert.py", "t5": "pretrain_t5.py", "vit": "pretrain_vision_classify.py"}
-_ADAM = ("adam", "", "fused_adam", "distributed_fused_adam", "mcore_distributed_optim", "adamw")
 _OF_2022 = ("DDP_impl", "activations_checkpoint", "async_tensor_model_parallel_allreduce")
-_NO_ZERO = "distributed_fused_adam", "mcore_distributed_optim"
 
 
 def read_megatron(reading: Reading, first: tuple[Row, ...] = (), last: tuple[Row, ...] = ()) -> None:
@@ -61,53 +58,17 @@ def write_megatron(job: Job, *, script: bool = False) -> ConfigText:
     return view.text(text, ".sh", note)
 
 
-def _read_tensor_parallel(reading: Reading) -> None:
+def _read_expert_tp(reading: Reading) -> None:
     tp, expert_tp = reading.degree("tp"), reading.get("parallel.expert_tp")
-    sequence = reading.flag("sequence_parallel")
-    if tp > 1:
-        reading.map("parallel.sequence_parallel", bool(sequence), "sequence_parallel")
-    elif sequence:
-        reading.assume("parallel.sequence_parallel", False, "Megatron-LM turns it off without tensor parallelism")
     if expert_tp not in (None, 1, tp):
         reading.draft.drop("parallel.expert_tp")
         reading.assume("parallel.expert_tp", tp, f"experts have tensor parallelism of 1 or tp, got {expert_tp}")
-    if reading.flag("tp_comm_overlap"):
-        reading.map("parallel.overlap_tp", "split", "tp_comm_overlap")
-    elif tp > 1 and reading.flag("async_tensor_model_parallel_allreduce") is not False:
-        reading.assume("parallel.overlap_tp", "backward")
 
 
-def _read_zero(reading: Reading) -> None:
-    strategy = reading.word("data_parallel_sharding_strategy")
-    if any(reading.flag(name) for name in ("use_megatron_fsdp", "use_torch_fsdp2")):
-        reading.map("parallel.zero_stage", _SHARDING.get(strategy or "optim_grads_params", 3))
-    elif reading.flag("use_distributed_optimizer"):
-        reading.map("parallel.zero_stage", 1, "use_distributed_optimizer")
-    elif reading.get("parallel.zero_stage") is None:
-        reading.map("parallel.zero_stage", reading.number("zero_stage") or 0, "zero_stage")
-    if (instances := reading.positive("num_distributed_optimizer_instances") or 1) > 1:
-        reading.map("run.replicas_of_shards", instances, "num_distributed_optimizer_instances")
-
-
-def _write_zero(view: JobView) -> None:
+def _write_shards(view: JobView) -> None:
     shards, dp = view["parallel.dp_shard"], view.job.parallel.dp
     if shards and shards < dp:
         view.put(num_distributed_optimizer_instances=dp // shards)
-
-
-def _read_gradients(reading: Reading) -> None:
-    narrow = reading.flag("grad_reduce_in_bf16")
-    if narrow:
-        reading.map("parallel.gradient_dtype", "model", "grad_reduce_in_bf16")
-    elif reading.flag("accumulate_allreduce_grads_in_fp32"):
-        reading.map("parallel.gradient_dtype", "fp32", "accumulate_allreduce_grads_in_fp32")
-    elif reading.flag("fp16"):
-        reading.assume("parallel.gradient_dtype", "model")
-    if elements := reading.positive("ddp_bucket_size"):
-        size = elements * (2 if narrow else 4) / 2**20
-        reading.map("parallel.bucket_mbytes", float(f"{size:.6g}"), "ddp_bucket_size")
-    elif reading.values.get("optim.name") != _NO_ZERO[1] and (size := reading.number("bucket_cap_mb", whole=False)):
-        reading.map("parallel.bucket_mbytes", float(size), "bucket_cap_mb")
 
 
 def _write_gradients(view: JobView) -> None:
@@ -249,14 +210,6 @@ def _write_recompute(view: JobView) -> None:
         view.refuse("parallel.recompute_every", every > 1 and per_stage % every)
 
 
-def _read_offload(reading: Reading) -> None:
-    layers, activations = reading.number("cpu_offloading_num_layers"), reading.flag("cpu_offloading_activations")
-    if reading.flag("cpu_offloading") and activations is not False and layers != 0:
-        reading.map("parallel.offload_activations", True)
-        if layers:
-            reading.map("parallel.offload_layers", layers, "cpu_offloading_num_layers")
-
-
 def _write_offload(view: JobView) -> None:
     layers, most = view["parallel.offload_layers"], view.job.model.total_layers - 1  # that Megatron-LM takes
     if view["parallel.offload_activations"] and view.job.parallel.pp == 1 and most:
@@ -267,15 +220,7 @@ def _write_offload(view: JobView) -> None:
         view.refuse("parallel.offload_layers", layers)
 
 
-def _read_optimizer(reading: Reading) -> None:
-    names = ("optimizer", "optim.name")
-    kind = reading.word(*names)
-    if kind not in _ADAM:
-        reading.assume("optimizer.kind", "adamw", f"a job has no optimizer {kind}")
-    elif kind:
-        reading.map("optimizer.kind", "adamw", *names)
-    if kind in _NO_ZERO and reading.get("parallel.zero_stage", 0) < 1:
-        reading.map("parallel.zero_stage", 1, *names)
-
-
+_OF_2_BYTES, _OF_4_BYTES = (  # elements of a bucket
+    ((lambda elements, size=size: float(f"{elements * size / 2**20:.6g}")), abs) for size in (2, 4)
+)
 ROWS = (*rows_of("megatron", {}, "degrees"), *MODEL_ROWS, *rows_of("megatron", globals()))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 
-from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import facts
 from stepsight.dataset.configs.drafts import WHOLE, Reading
 from stepsight.dataset.configs.key_table import JobView, rows_of
@@ -52,13 +51,6 @@ def read_expert_layers(reading: Reading) -> None:
         reading.ignore(
             f"{reading.source(*reading.names)} {text}: a job has dense layers first, or experts in every n-th layer"
         )
-
-
-def _read_kind(reading: Reading) -> None:
-    if hybrid := reading.find("hybrid_layer_pattern", "hybrid_override_pattern", "hybrid_attention_ratio"):
-        raise JobError(f"a job has no layers with state spaces (Mamba), got {reading.source(hybrid)}")
-    if "encoder_num_layers" in reading and "decoder_seq_length" in reading:
-        reading.assume("model.family", "t5", "an encoder and a decoder have layers")
 
 
 def _write_image(view: JobView) -> None:
@@ -114,12 +106,6 @@ def _read_image(reading: Reading) -> None:
     reading.map("model.vocab", reading.positive("num_classes") or 1000, "num_classes")
 
 
-def _read_heads(reading: Reading) -> None:
-    groups, switch = reading.positive("num_query_groups"), reading.flag("group_query_attention")
-    if reading.get("model.attention") != "mla" and groups and (switch or (switch is None and groups > 1)):
-        reading.map("model.kv_heads", groups, "num_query_groups")
-
-
 def _write_heads(view: JobView) -> None:
     if view["model.kv_heads"] != view["model.heads"] and view.job.model.attention != "mla":
         view.put(group_query_attention=True, num_query_groups=view["model.kv_heads"])
@@ -128,22 +114,6 @@ def _write_heads(view: JobView) -> None:
 def _read_experts(reading: Reading) -> None:
     if reading.get("model.experts", 0) <= 1:
         reading.draft.drop("model.experts")
-        return
-    if reading.draft.framework == "megatron-deepspeed":
-        reading.copy("model.experts_per_token", "topk", "moe_router_topk")
-        reading.copy("model.moe_every", "expert_interval")
-        reading.copy("model.capacity_factor", "moe_train_capacity_factor", "moe_expert_capacity_factor")
-        reading.copy("parallel.ep", "moe_expert_parallel_size")
-        for key, value in (("experts_per_token", 1), ("moe_every", 2), ("capacity_factor", 1.0)):
-            reading.assume(f"model.{key}", value, "Megatron-DeepSpeed's default")
-
-
-def _read_shared_experts(reading: Reading) -> None:
-    size, name = reading.get("model.expert_ffn") or reading.get("model.ffn"), "moe_shared_expert_intermediate_size"
-    shared = reading.number(name)
-    if shared and size:
-        rest = f" {shared} is {shared / size:.2f} experts of {size}" if shared % size else ""
-        reading.share("model.shared_experts", shared, size, reading.source(name) + rest)
 
 
 def _write_expert_layers(view: JobView) -> None:
@@ -156,12 +126,6 @@ def _write_expert_layers(view: JobView) -> None:
 
 
 def _read_vocabulary(reading: Reading) -> None:
-    if reading.get("model.vocab") is not None:
-        return
-    sizes = ("vocab_size", "padded_vocab_size", "override_vocab_size", "pad_vocab_size_to")
-    if size := reading.positive(*sizes):
-        reading.map("model.vocab", size, *sizes)
-        return
     names = ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path", "vocab_file", "merge_file", "run_name")
     text = " ".join([reading.word(name) for name in names]).lower().replace("_", "-")
     known = ((one["tokens"], word) for one in facts()["megatron"]["vocabularies"] for word in one["words"])

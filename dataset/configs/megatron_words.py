@@ -12,7 +12,7 @@ from stepsight.dataset.base.files import parse_json
 from stepsight.dataset.configs.accelerate import DEEPSPEED_MARKS, read_deepspeed
 from stepsight.dataset.configs.documents import facts, flat, read_source
 from stepsight.dataset.configs.drafts import WHOLE, ConfigFile, Draft, Reading, Unknown
-from stepsight.dataset.configs.key_table import Row
+from stepsight.dataset.configs.key_table import rows_of
 from stepsight.dataset.configs.megatron import read_megatron
 from stepsight.dataset.configs.shell_scripts import ShellScript, read_script
 from stepsight.dataset.configs.shell_words import UNKNOWN
@@ -221,8 +221,8 @@ def read_nemo(file: ConfigFile, draft: Draft) -> None:
             found.append((key, value, *_nemo_setting(key, value)))
     found += [(key, own, "group_query_attention", True) for key, own, name, _ in found if name == "num_query_groups"]
     draft.framework = "nemo"
-    first = Row("batch.precision", read=_read_nemo_precision), Row("model.family", read=_read_nemo_first)
-    read_megatron(_reading(draft, found), first, (Row("model.fused_attention", read=_read_nemo_attention),))
+    first, last = (rows_of("megatron", globals(), f"nemo_{place}") for place in ("first", "last"))
+    read_megatron(_reading(draft, found), first, last)
 
 
 def _nemo_setting(key: str, value: Any) -> tuple[str, Any]:
@@ -246,28 +246,8 @@ def _nemo_setting(key: str, value: Any) -> tuple[str, Any]:
     return f":{key}", value
 
 
-def _read_nemo_precision(reading: Reading) -> None:
-    if reading.word(":trainer.precision").startswith("32"):
-        reading.map("batch.precision", "fp32", ":trainer.precision")
-    elif "bf16" not in reading and "fp16" not in reading and ":trainer.precision" not in reading:
-        reading.assume("batch.precision", "bf16", "NeMo's default")
-
-
-def _read_nemo_first(reading: Reading) -> None:
-    if reading.take("megatron_amp_O2") is False:
-        reading.ignore("model.megatron_amp_O2 false: gradients are taken to be as with true")
-    if reading.take("fsdp"):
-        kind = reading.word("fsdp_sharding_strategy") or "full"
-        reading.draft.map(
-            "parallel.zero_stage", {"full": 3, "grad": 2, "hybrid": 3}.get(kind, 3), "model.fsdp_sharding_strategy"
-        )
+def _read_nemo_family(reading: Reading) -> None:
     name = f"{reading.word(':name')} {reading.word('run_name')}".lower()
     for part in ("bert", "t5"):
         if part in name or (part == "t5" and "decoder_num_layers" in reading):
             reading.draft.map("model.family", part, f"name {name}")
-
-
-def _read_nemo_attention(reading: Reading) -> None:
-    attends = reading.take("transformer_engine") or reading.take("use_flash_attention")
-    if not attends and reading.get("model.fused_attention") is None:
-        reading.draft.map("model.fused_attention", False, "neither transformer_engine nor use_flash_attention")

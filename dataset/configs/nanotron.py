@@ -5,20 +5,18 @@ Source: nanotron ``config/config.py``, ``config/parallelism_config.py``, ``confi
 
 from __future__ import annotations
 
-from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat, yaml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
 from stepsight.dataset.configs.key_table import ConfigText, JobView, read_rows, rows_of
 from stepsight.dataset.job.job import Job
 
 _MODEL = "model.model_config."
-_EXPERTS = f"{_MODEL}moe_config."
-_OPTIMIZER = "optimizer.optimizer_factory."
+_LEFT_OUT = {f"{_MODEL}moe_config.shared_expert_intermediate_size": 5632}
 
 
 def read(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from a configuration."""
-    read_rows(ROWS, Reading(draft, flat(file.tables), default="Nanotron's default"))
+    read_rows(ROWS, Reading(draft, flat(file.tables), default="Nanotron's default", defaults=_LEFT_OUT))
 
 
 def write(job: Job) -> ConfigText:
@@ -29,13 +27,8 @@ def write(job: Job) -> ConfigText:
 
 
 def _read_family(reading: Reading) -> None:
-    if reading.flag(f"{_MODEL}is_mamba_config"):
-        raise JobError("a job has no layers with state spaces (Mamba), got is_mamba_config")
-    starcoder = reading.flag(f"{_MODEL}is_starcoder2_config")
-    kinds = ("is_llama_config", "is_qwen2_config", "is_llamoe_config")
-    kind = next((kind for kind in kinds if reading.flag(_MODEL + kind)), "")
-    words = kind or "is_starcoder2_config" if starcoder else kind
-    reading.draft.map("model.family", "gpt" if starcoder else "llama", words)
+    flags = [reading.flag(f"{_MODEL}is_{kind}_config") for kind in ("llama", "qwen2", "llamoe", "starcoder2")]
+    reading.map("model.family", "gpt" if flags[-1] else "llama")
 
 
 def _read_vocab(reading: Reading) -> None:
@@ -44,20 +37,6 @@ def _read_vocab(reading: Reading) -> None:
     step = multiple * (reading.positive("parallelism.tp") or 1)
     if size is not None and size % step:
         reading.map("model.vocab", -(-size // step) * step, words=f"vocab_size {size}, made divisible by {step}")
-
-
-def _read_experts(reading: Reading) -> None:
-    names = (f"{_EXPERTS}num_experts", f"{_MODEL}moe_num_experts")  # the second of the example with the older model
-    if (reading.number(*names) or 0) <= 1:
-        return
-    reading.copy("model.experts", *names)
-    if reading.copy("model.expert_ffn", f"{_EXPERTS}moe_intermediate_size") is None and names[0] in reading:
-        reading.assume("model.expert_ffn", 1408)
-    name = "shared_expert_intermediate_size"
-    shared = reading.positive(_EXPERTS + name)
-    if reading.flag(f"{_EXPERTS}enable_shared_expert"):
-        size, inner = shared or 5632, reading.get("model.expert_ffn")
-        reading.share("model.shared_experts", size, inner, f"{name} {size} / {inner}")
 
 
 def _read_expert_degree(reading: Reading) -> None:

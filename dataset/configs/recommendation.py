@@ -13,16 +13,16 @@ from dataclasses import replace
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.configs.documents import facts, read_source
+from stepsight.dataset.configs.documents import facts, flat, read_source
 from stepsight.dataset.configs.drafts import WHOLE, ConfigFile, Draft, Reading
-from stepsight.dataset.configs.key_table import ConfigText
+from stepsight.dataset.configs.key_table import ConfigText, read_rows, rows_of
 from stepsight.dataset.configs.megatron_words import reading_of
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.sharding import placements_of
 from stepsight.dataset.job.sharding_plans import TABLE_FIELDS, plan_tables, recommendation_model, torchrec_type
 
 _FLAGS: Mapping[str, list[str]] = facts()["dlrm"]["flags"]
-_SPARSE = {"adagrad": "rowwise-adagrad", "rwsadagrad": "rowwise-adagrad", "sgd": "sgd", "adam": "adam"}
+_WIDTH_AND_ROWS = ("embedding_vec_size", "slot_size_array")
 
 
 def is_words(file: ConfigFile) -> bool:
@@ -48,10 +48,8 @@ def read_flags(file: ConfigFile, draft: Draft) -> None:
     marks = [f"--{name}" for rows in _FLAGS["rows"] for name in (rows, rows.replace("_", "-"))]
     reading = reading_of(file, draft, marks)
     reading.default = "PyTorch's default"
-    for read, key in ((_read_model, "model.tables"), (_read_batch, "batch.precision"), (_read_cluster, "cluster")):
-        reading.settle(read, key)
+    read_rows(ROWS, reading)
     draft.choose("torchrec", "flags of a DLRM in PyTorch")
-    reading.ignore_rest()
 
 
 def _read_model(reading: Reading) -> None:
@@ -79,26 +77,17 @@ def _read_model(reading: Reading) -> None:
     _fill(reading.draft, model, words)
 
 
-def _read_batch(reading: Reading) -> None:
-    names = "mini_batch_size", "micro_batch_size"  # the latter is how --batch_size is read
-    if WHOLE(size := reading.word(*names)):
-        of_rank = reading.find(*names) == names[1] and "num_embeddings_per_feature" in reading  # NVIDIA's is of all
-        reading.map("batch.micro_batch" if of_rank else "batch.global_batch", int(size), *names)
-    reading.draft.map("run.accumulation", 1, "a step has one batch")
+def _read_precision(reading: Reading) -> None:
     for name, precision in (("allow_tf32", "tf32"), ("amp", "fp16"), ("bf16", "bf16")):
         if reading.flag(name):
             reading.map("batch.precision", precision, name)
     reading.assume("batch.precision", "fp32")
-    kind = reading.word("optimizer") or ("adagrad" if reading.flag("adagrad") else "")
-    if kind.lower() in _SPARSE:
-        reading.map("sharding.optimizer", _SPARSE[kind.lower()], "optimizer", "adagrad")
 
 
 def _read_cluster(reading: Reading) -> None:
-    for number, name in enumerate(("nodes", "devices_per_node"), 1):
-        if found := re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", reading.word("j")):  # of torchx run
-            reading.map(f"cluster.{name}", int(found[number]), "j")
-        reading.copy(f"cluster.{name}", name)
+    if found := re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", reading.word("j")):  # of torchx run
+        reading.map("cluster.nodes", int(found[1]), "j")
+        reading.map("cluster.devices_per_node", int(found[2]), "j")
 
 
 def _fill(draft: Draft, model: Mapping[str, Any], words: Mapping[str, str]) -> None:
@@ -111,65 +100,52 @@ def _fill(draft: Draft, model: Mapping[str, Any], words: Mapping[str, str]) -> N
 
 def read_hugectr(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from HugeCTR's JSON of a solver, an optimizer and layers."""
-    tables = file.tables
-    stated = tables.get("layers")
-    layers = [layer for layer in stated if isinstance(layer, Mapping)] if isinstance(stated, list) else []
+    stated = file.tables.get("layers")
+    layers = [flat(layer) for layer in stated if isinstance(layer, Mapping)] if isinstance(stated, list) else []
     kinds = [str(layer.get("type", "")) for layer in layers]
-    found = [layer for layer, kind in zip(layers, kinds, strict=True) if "SparseEmbedding" in kind]
-    if not found:
-        raise JobError("HugeCTR's layers must have a sparse embedding, got " + ", ".join(kinds)[:120])
+    of_kind = {kind: layer for kind, layer in reversed([*zip(kinds, layers, strict=True)])}
     sparse: list[dict[str, Any]] = []
-    data = next((layer for layer, kind in zip(layers, kinds, strict=True) if kind == "Data"), {})
-    hot = _pooling(data)
-    for layer in found:
-        own = _table(layer, "sparse_embedding_hparam")
-        width, rows = own.get("embedding_vec_size"), own.get("slot_size_array")
+    data, cross = of_kind.get("Data", {}), of_kind.get("MultiCross", {})
+    hot = _pooling(data.get("sparse"))
+    for layer in (layer for layer, kind in zip(layers, kinds, strict=True) if "SparseEmbedding" in kind):
+        width, rows = (layer.get(f"sparse_embedding_hparam.{name}") for name in _WIDTH_AND_ROWS)
         if type(width) is not int or not isinstance(rows, list) or not all(type(size) is int for size in rows):
-            raise JobError("HugeCTR's sparse embedding must state embedding_vec_size and slot_size_array")
+            raise JobError(f"HugeCTR's sparse embedding must state {' and '.join(_WIDTH_AND_ROWS)}")
         sparse += [{"rows": size, "dim": width, "pooling": min(hot, float(size))} for size in rows]
-    model: dict[str, Any] = {"tables": sparse}
+    if not sparse:
+        raise JobError("HugeCTR's layers must have a sparse embedding, got " + ", ".join(kinds)[:120])
     meets = next((at for at, kind in enumerate(kinds) if kind in ("Interaction", "MultiCross", "Concat")), len(kinds))
-    outs = [(at, _table(layer, "fc_param").get("num_output")) for at, layer in enumerate(layers)]
-    bottom = [size for at, size in outs if type(size) is int and at < meets]
-    model["bottom_mlp"] = bottom or [512, 256, sparse[0]["dim"]]
-    model["top_mlp"] = [size for at, size in outs if type(size) is int and at > meets] or [1]
-    model["interaction"] = "dcn-v2" if "MultiCross" in kinds else "dot"
-    cross = next((_table(layer, "mc_param") for layer in layers if layer.get("type") == "MultiCross"), _table({}, ""))
-    whole = {"cross_layers": cross.get("num_layers"), "cross_rank": cross.get("projection_dim")}
-    whole["dense_features"] = _table(data, "dense").get("dense_dim")
+    outs = [(at, layer.get("fc_param.num_output")) for at, layer in enumerate(layers)]
+    bottom, top = (
+        [size for at, size in outs if type(size) is int and (at > meets) is above] for above in (False, True)
+    )
+    model: dict[str, Any] = {"tables": sparse, "interaction": "dcn-v2" if cross else "dot"}
+    model |= {"bottom_mlp": bottom or [512, 256, sparse[0]["dim"]], "top_mlp": top or [1]}
+    whole = {"cross_layers": cross.get("mc_param.num_layers"), "cross_rank": cross.get("mc_param.projection_dim")}
+    whole["dense_features"] = data.get("dense.dense_dim")
     model |= {name: value for name, value in whole.items() if type(value) is int and value > 0}
     _fill(draft, model, dict.fromkeys(model, "layers"))
-    solver = _table(tables, "solver")
-    if type(solver.get("batchsize")) is int:
-        draft.map("batch.global_batch", solver["batchsize"], "solver.batchsize")
+    others = flat({name: file.tables.get(name) for name in ("solver", "optimizer")})
+    if type(size := others.get("solver.batchsize")) is int:
+        draft.map("batch.global_batch", size, "solver.batchsize")
     draft.map("run.accumulation", 1, "a step has one batch")
-    draft.map("batch.precision", "fp16" if solver.get("mixed_precision") else "fp32", "solver.mixed_precision")
-    gpus = solver.get("gpu")
-    if isinstance(gpus, list) and gpus:
+    draft.map("batch.precision", "fp16" if others.get("solver.mixed_precision") else "fp32", "solver.mixed_precision")
+    if isinstance(gpus := others.get("solver.gpu"), list) and gpus:
         nodes = [node for node in gpus if isinstance(node, list)] or [gpus]
         draft.map("cluster.nodes", len(nodes), "solver.gpu")
         draft.map("cluster.devices_per_node", len(nodes[0]), "solver.gpu")
-    kind = str(_table(tables, "optimizer").get("type", "")).lower()
-    if kind in ("adam", "adagrad", "sgd"):
-        draft.map("sharding.optimizer", kind, "optimizer.type")
-        draft.map("optimizer.kind", kind, "optimizer.type")
+    kind = str(others.get("optimizer.type", "")).lower()
+    for key in ("sharding.optimizer", "optimizer.kind") if kind in ("adam", "adagrad", "sgd") else ():
+        draft.map(key, kind, "optimizer.type")
     draft.choose("hugectr", "layers")
 
 
-def _table(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A table of a table; empty if it is none."""
-    found = tables.get(name)
-    return found if isinstance(found, Mapping) else {}
-
-
-def _pooling(data: Mapping[str, Any]) -> float:
+def _pooling(sparse: Any) -> float:
     """Indices of a slot in HugeCTR's layer of data."""
-    sparse = data.get("sparse")
     first = sparse[0] if isinstance(sparse, list) and sparse and isinstance(sparse[0], Mapping) else {}
-    most, slots = first.get("max_feature_num_per_sample"), first.get("slot_num")
+    most, slots, each = (first.get(name) for name in ("max_feature_num_per_sample", "slot_num", "nnz_per_slot"))
     if type(most) is int and type(slots) is int and slots > 0:
         return max(most / slots, 1.0)
-    each = first.get("nnz_per_slot")
     return float(each) if isinstance(each, int | float) and each > 0 else 1.0
 
 
@@ -185,3 +161,6 @@ def write_plan(job: Job) -> ConfigText:
     plan = plan_tables(job.model.tables, places, ranks)
     note = "the key of the plan is the path of the EmbeddingBagCollection in the model: rename it"
     return ConfigText(text=json.dumps(plan, indent=1) + "\n", suffix=".json", notes=(note,))
+
+
+ROWS = rows_of("recommendation", globals())

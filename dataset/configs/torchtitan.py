@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -31,7 +31,8 @@ def read(file: ConfigFile, draft: Draft) -> None:
         draft.map("run.devices", int(preset[1]), f"comment: {preset[0]}")
         if hardware := _DEVICES.get(preset[2].lower()):
             draft.map("cluster.hardware", hardware, f"comment: {preset[0]}")
-    _read(flat(file.tables), draft, _read_flavor if "model" in file.tables else None)
+    first = (Row("model.family", read=_read_flavor),) if "model" in file.tables else ()
+    _read(flat(file.tables), draft, first)
 
 
 def read_registry(file: ConfigFile, draft: Draft) -> None:
@@ -39,9 +40,10 @@ def read_registry(file: ConfigFile, draft: Draft) -> None:
     _read(registry_settings(file, draft), draft)
 
 
-def _read(settings: Mapping[str, Any], draft: Draft, flavor: Callable[[Reading], None] | None = None) -> None:
+def _read(settings: Mapping[str, Any], draft: Draft, first: tuple[Row, ...] = ()) -> None:
     draft.framework = "torchtitan"
-    read_rows((Row("model.family", read=flavor), *ROWS), Reading(draft, settings, default="torchtitan's default"))
+    defaults = {"activation_checkpoint.mode": "selective"}
+    read_rows((*first, *ROWS), Reading(draft, settings, default="torchtitan's default", defaults=defaults))
 
 
 def write(job: Job) -> ConfigText:
@@ -105,9 +107,8 @@ def _write_degrees(view: JobView) -> None:
     view.refuse("parallel.overlap_grad_reduce", not view["parallel.overlap_grad_reduce"])
 
 
-def _read_tensor_parallel(reading: Reading) -> None:
-    etp = reading.positive(*_in("expert_tensor_parallel_degree")) or 1
-    if reading.get("model.experts") and reading.degree("ep") > 1 and etp == 1:
+def _read_expert_tp(reading: Reading) -> None:
+    if (reading.positive(*_in("expert_tensor_parallel_degree")) or 1) == 1:
         reading.map("parallel.expert_tp", 1)
 
 
@@ -218,13 +219,6 @@ def _read_precision(reading: Reading) -> None:
 
 
 def _read_recompute(reading: Reading) -> None:
-    mode = reading.word("activation_checkpoint.mode") or "selective"
-    if mode in ("none", "full"):
-        reading.map("parallel.recompute", mode)
-        return
-    if mode != "selective":
-        reading.assume("parallel.recompute", "selective", f"a job has no activation_checkpoint.mode {mode}")
-        return
     option = reading.word("activation_checkpoint.selective_ac_option") or "2"
     if WHOLE(option):
         reading.map("parallel.recompute", "full")
