@@ -6,9 +6,9 @@ Sets of intervals of time, and how much of other spans they cover.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 Intervals = Floats  # (k, 2): disjoint and in order
+Graph = Any  # a ``Program``, for modules that its own module imports
 
 
 class Dependency(enum.Enum):
@@ -73,37 +74,8 @@ class HostRecord:
     awaited: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # (w,): their nodes in the graph
 
 
-class NodeArrays(Protocol):
-    """What a ``Program`` is to code that reads its arrays alone."""
-
-    label: str
-    rank: int
-
-    @property
-    def columns(self) -> dict[str, NDArray[Any]]: ...
-    @property
-    def edge_columns(self) -> dict[str, NDArray[Any]]: ...
-    @property
-    def works(self) -> Sequence[Op | Collective]: ...
-    @property
-    def streams(self) -> Sequence[str]: ...
-    @property
-    def start_s(self) -> Floats: ...
-    @property
-    def end_s(self) -> Floats: ...
-    @property
-    def duration_s(self) -> Floats: ...
-    @property
-    def on_device(self) -> Flags: ...
-    def __len__(self) -> int: ...
-
-
 def chosen_nodes(nodes: Iterable[int], count: int) -> Ints:
-    """Numbers of nodes that a user names, in order.
-
-    Raises:
-        StepsightError: If one is no whole number, or a program of ``count`` nodes has no such node.
-    """
+    """Numbers of nodes that a user names, in order; raises ``StepsightError`` if they are none of ``count`` nodes."""
     chosen = list(nodes) if isinstance(nodes, Iterable) else [nodes]
     whole = all(isinstance(node, int | np.integer) and not isinstance(node, bool) for node in chosen)
     if not whole or not all(0 <= node < count for node in chosen):
@@ -112,11 +84,7 @@ def chosen_nodes(nodes: Iterable[int], count: int) -> Ints:
 
 
 def check_node(work: object, stream: object) -> None:
-    """Check what a user makes a node of.
-
-    Raises:
-        StepsightError: If it is something else.
-    """
+    """Check what a user makes a node of; raises ``StepsightError`` if it is something else."""
     if not isinstance(work, Op | Collective | None):
         raise StepsightError(f"work of a node must be an Op or a Collective, got {work!r:.80}")
     if not isinstance(stream, str):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ _PLAIN = {
     "label": str, "rank": int, "world_size": int, "device": str, "device_name": str, "origin_us": float, "whole": bool,
     "events": int, "observed": int,
 }  # fmt: skip
-_LISTS, _SPANS = ("streams", "names", "warnings"), ("loading_s", "steps_s")
+_LISTS, _SPANS, _ADDED = ("streams", "names", "warnings"), ("loading_s", "steps_s"), ("recorded", "share")
 
 
 def write_graph(graph: Any, folder: Path, stem: str) -> None:
@@ -32,7 +32,17 @@ def write_graph(graph: Any, folder: Path, stem: str) -> None:
     edges = {name: graph.edge_columns[name].astype(np.int32) for name in EDGE_COLUMNS} | {"delay_s": graph.delay_s}
     for name, table in (("nodes", columns), ("edges", edges)):
         write_columns(table, folder / f"{stem}.{name}.parquet")
-    write_json(folder / f"{stem}.json", _described(graph), indent=None)
+    described = {
+        "form": FORM,
+        **{name: getattr(graph, name) for name in _PLAIN},
+        **{name: list(getattr(graph, name)) for name in (*_LISTS, "slowed")},
+        **{name: getattr(graph, name).tolist() for name in _SPANS},
+        "works": [work_to_list(work) for work in graph.works],
+        "groups": [[name, list(ranks)] for name, ranks in graph.groups],
+        "dependencies": [why.value for why in WHY],
+        "node_kinds": list(NODE_KINDS),
+    }
+    write_json(folder / f"{stem}.json", described, indent=None)
 
 
 def write_columns(columns: Mapping[str, Any], path: Path) -> None:
@@ -42,20 +52,6 @@ def write_columns(columns: Mapping[str, Any], path: Path) -> None:
 
     with new_file(path) as part:
         pq.write_table(pa.table(dict(columns)), part, compression="zstd", compression_level=1)
-
-
-def _described(graph: Any) -> dict[str, Any]:
-    return {
-        "form": FORM,
-        **{name: getattr(graph, name) for name in _PLAIN},
-        **{name: list(getattr(graph, name)) for name in _LISTS},
-        **{name: getattr(graph, name).tolist() for name in _SPANS},
-        "slowed": list(graph.slowed),
-        "works": [work_to_list(work) for work in graph.works],
-        "groups": [[name, list(ranks)] for name, ranks in graph.groups],
-        "dependencies": [why.value for why in WHY],
-        "node_kinds": list(NODE_KINDS),
-    }
 
 
 def work_to_list(work: Op | Collective) -> list[Any]:
@@ -70,10 +66,9 @@ def read_facts(folder: Path, stem: str) -> dict[str, Any]:
     path = Path(folder) / f"{stem}.json"
     try:
         tree = read_json(path)
-        nodes, edges = (read_parquet(Path(folder) / f"{stem}.{name}.parquet") for name in ("nodes", "edges"))
         if tree.get("form") != FORM:
             raise ValueError(f"form must be {FORM}, got {tree.get('form')!r:.40}: import the trace again")
-        graph = _graph(tree, nodes, edges)
+        graph = _graph(tree, *(read_parquet(Path(folder) / f"{stem}.{name}.parquet") for name in ("nodes", "edges")))
         check_sizes(graph["works"], "an imported graph")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
         raise TraceError(
@@ -94,26 +89,24 @@ def read_steps(folder: Path, stem: str) -> tuple[float, ...]:
 
 
 def _graph(tree: dict[str, Any], nodes: Any, edges: Any) -> dict[str, Any]:
-    earlier: dict[str, Any] = {"label": "", "observed": 0, "slowed": ()} | tree  # versions that did not write these
-    share = {"share": _numbers(nodes, "share", np.float64)} if "share" in nodes.column_names else {}
+    tree = dict[str, Any](label="", observed=0, slowed=()) | tree  # which earlier versions did not write, as _ADDED
+    listed = [name for name in (*NODE_COLUMNS, "share") if name in nodes.column_names or name not in _ADDED]
+    floats = (*_SECONDS, "share", "delay_s")
+    read: Callable[[Any, str], Any] = lambda of, name: read_numbers(
+        of, name, np.float64 if name in floats else np.int64
+    )
     return {
-        **{name: kind(earlier[name]) for name, kind in _PLAIN.items()},
+        **{name: kind(tree[name]) for name, kind in _PLAIN.items()},
         **{name: tuple(map(str, tree[name])) for name in _LISTS},
         **{name: np.array(tree[name], dtype=np.float64).reshape(-1, 2) for name in _SPANS},
-        **{name: _numbers(nodes, name, np.float64) for name in _SECONDS},
-        "columns": {name: _numbers(nodes, name, np.int64) for name in NODE_COLUMNS} | share,
-        "edge_columns": {name: _numbers(edges, name, np.int64) for name in EDGE_COLUMNS},
-        "delay_s": _numbers(edges, "delay_s", np.float64),
-        "slowed": tuple(map(int, earlier["slowed"])),
+        **{name: read(nodes, name) for name in _SECONDS},
+        "columns": {"recorded": np.zeros(nodes.num_rows, np.int64)} | {name: read(nodes, name) for name in listed},
+        "edge_columns": {name: read(edges, name) for name in EDGE_COLUMNS},
+        "delay_s": read(edges, "delay_s"),
+        "slowed": tuple(map(int, tree["slowed"])),
         "works": tuple(work_from_list(work) for work in tree["works"]),
         "groups": tuple((str(name), tuple(map(int, ranks))) for name, ranks in tree["groups"]),
     }
-
-
-def _numbers(table: Any, name: str, dtype: Any) -> Any:
-    if name == "recorded" and name not in table.column_names:  # which earlier versions did not count
-        return np.zeros(table.num_rows, dtype=dtype)
-    return read_numbers(table, name, dtype)
 
 
 def work_from_list(work: list[Any]) -> Op | Collective:

@@ -32,11 +32,6 @@ ABOUT: dict[str, type] = {
 }  # fmt: skip
 
 
-def keys() -> tuple[Key, ...]:
-    """Every type of node and edge, in a fixed order; each table has all of them, empty or not."""
-    return (*NODE_KINDS, "stream", *edge_types())
-
-
 class GraphTable:
     """Many graphs; each is a selection of rows.
 
@@ -111,8 +106,8 @@ class GraphTable:
                     if not known or (kind is list and not all(isinstance(each, str) for each in value)):
                         rule = f"each {name} of graphs.parquet must be a {kind.__name__}"
                         raise ValueError(f"{rule}, got {value!r:.40}")
-            about = {name: listed[name] for name in ABOUT}
-            table = cls(about, {key: _read(Path(folder), key) for key in keys()})
+            every: tuple[Key, ...] = (*NODE_KINDS, "stream", *edge_types())
+            table = cls({name: listed[name] for name in ABOUT}, {key: _read(Path(folder), key) for key in every})
             table.check()
         except (OSError, KeyError, ValueError, IndexError, TypeError, OverflowError) as error:
             raise TraceError(f"{folder} must hold the tables of a graph dataset: {error}") from None
@@ -121,10 +116,7 @@ class GraphTable:
     def hetero_data(self, place: int) -> HeteroData:
         """One graph as PyTorch Geometric has it."""
         one = self.select([place])
-        data = one._tensors()
-        for name, values in one.about.items():
-            setattr(data, name, values[0])
-        return data
+        return one._tensors({name: values[0] for name, values in one.about.items()})
 
     def collated(self) -> tuple[HeteroData, dict[Any, Any] | None]:
         """What ``InMemoryDataset.collate`` makes of all graphs; of a single one as it is, and None."""
@@ -132,15 +124,13 @@ class GraphTable:
 
         if len(self) == 1:
             return self.hetero_data(0), None
-        data = self._tensors()
+        told = self.about.items()
+        data = self._tensors({name: torch.tensor(of) if isinstance(of[0], int | float) else of for name, of in told})
         bounds = {key: torch.from_numpy(each) for key, each in self.bounds.items()}
         slices: dict[Any, Any] = {key: dict.fromkeys(data[key].keys(), each) for key, each in bounds.items()}
-        for name, values in self.about.items():
-            setattr(data, name, torch.tensor(values) if isinstance(values[0], int | float) else values)
-            slices[name] = torch.arange(len(self) + 1)
-        return data, slices
+        return data, slices | dict.fromkeys(self.about, torch.arange(len(self) + 1))
 
-    def _tensors(self) -> HeteroData:
+    def _tensors(self, about: dict[str, Any]) -> HeteroData:
         import torch
         from torch_geometric.data import HeteroData
 
@@ -151,6 +141,8 @@ class GraphTable:
                     data[key].edge_index = torch.from_numpy(np.ascontiguousarray(values.T))
                 elif name != "graph":
                     data[key][name] = torch.from_numpy(values)
+        for name, value in about.items():
+            setattr(data, name, value)
         return data
 
     def check(self) -> None:
@@ -176,12 +168,8 @@ def _labels(key: Key) -> dict[str, tuple[str, ...]]:
         return {"x": ("is_device",)}
     if not isinstance(key, str):
         return {"ends": ("source", "target"), "edge_attr": EDGE_NUMBERS}
-    wide = {
-        "x": NUMBERS,
-        "y": TARGETS,
-        "signature": tuple(f"signature{place}" for place in range(signature_width())),
-        "launch": ("launch_s", "launch_events"),
-    }
+    signature = tuple(f"signature{place}" for place in range(signature_width()))
+    wide = {"x": NUMBERS, "y": TARGETS, "signature": signature, "launch": ("launch_s", "launch_events")}
     return wide | {name: (name,) for name in ("kind", "node", "share", "beside", "call", "recorded")}
 
 
@@ -192,14 +180,15 @@ def _read(folder: Path, key: Key) -> Rows:
     table = read_parquet(folder / _file(key))
     found: Rows = {"graph": read_numbers(table, "graph", np.int64)}
     for name, labels in _labels(key).items():
-        dtype = _FLOATS.get(name, np.int64)
         there = [label for label in labels if label != ADDED or label in table.column_names]
-        values = np.stack([read_numbers(table, label, dtype) for label in there], axis=1)
-        if name != "y" and not np.isfinite(values).all():
+        values = np.full(
+            (table.num_rows, len(labels)), np.nan if len(there) < len(labels) else 0, _FLOATS.get(name, int)
+        )
+        for place, label in enumerate(there):
+            values[:, place] = read_numbers(table, label, values.dtype)
+        if name != "y" and not np.isfinite(values[:, : len(there)]).all():
             raise ValueError(f"{', '.join(labels)} must be known and finite throughout in {_file(key)}")
-        if len(there) < len(labels):
-            values = np.pad(values, ((0, 0), (0, 1)), constant_values=np.nan)
-        found[name] = np.ascontiguousarray(values if len(labels) > 1 or name == "x" else values[:, 0])
+        found[name] = values if len(labels) > 1 or name == "x" else values[:, 0]
     return found
 
 
@@ -226,14 +215,14 @@ _PAIRS: dict[str, list[tuple[str, str]]] = {
     RENDEZVOUS: [("collective", "collective")],
     "host_order": [(source, target) for source in ("host", "op") for target in ("host", "op")],
     CONCURRENT: _BETWEEN_WORKS,
+    "runs_on": [(kind, "stream") for kind in NODE_KINDS],
+    "runs": [("stream", kind) for kind in NODE_KINDS],
 }
 
 
 def edge_types() -> list[tuple[str, str, str]]:
     """Every edge type of a graph of the dataset, in a fixed order; each graph has all of them, empty or not."""
-    found = [(source, relation, target) for relation, pairs in _PAIRS.items() for source, target in pairs]
-    found += [(kind, "runs_on", "stream") for kind in NODE_KINDS]
-    return found + [("stream", "runs", kind) for kind in NODE_KINDS]
+    return [(source, relation, target) for relation, pairs in _PAIRS.items() for source, target in pairs]
 
 
 def kind_names() -> tuple[str, ...]:
@@ -255,19 +244,6 @@ def work_numbers(works: Sequence[Op | Collective]) -> Floats:
             rows[number, 1] = np.log1p(work.num_bytes)
             rows[number, -2:] = np.log1p(work.group_size), work.ranks_per_node / work.group_size
     return rows
-
-
-def node_numbers(numbers: Floats, launch: Floats, known: Floats | Ints, phase: Ints) -> NDArray[np.float32]:
-    """Columns ``NUMBERS`` of ``n`` nodes.
-
-    Of rows of ``work_numbers``; of blocks, threads, registers and bytes of shared memory of each launch, ``(n, 4)``;
-    whether each kind is known, and index of ``PHASES``, ``(n,)``.
-    """
-    sizes = np.log1p(launch)
-    sizes[:, 2] = launch[:, 2] / 256.0
-    flags = [known > 0, np.zeros(len(known)), *(phase == each for each in range(len(PHASES)))]
-    columns = [numbers[:, :-2], sizes, numbers[:, -2:], np.stack(flags, axis=1)]
-    return np.concatenate(columns, axis=1).astype(np.float32)
 
 
 def signature_width() -> int:

@@ -33,6 +33,10 @@ Columns = dict[str, NDArray[Any]]
 _HOST_CALL = Op("host_calls", (1,), "fp32")  # what a call of the host is as a node
 
 
+def _distinct(things: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(things))
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """One op or collective of a program.
@@ -127,8 +131,7 @@ class Program:
     def of_columns(cls, **given: Any) -> Program:
         """A program from its arrays and facts: all attributes but ``nodes`` and ``edges``."""
         made = cls.__new__(cls)
-        unknown = given.keys() - FACTS
-        if unknown:
+        if unknown := given.keys() - FACTS:
             raise TypeError(f"a program has no {', '.join(sorted(unknown))}: choose from {', '.join(sorted(FACTS))}")
         vars(made).update(given)
         return made
@@ -183,8 +186,7 @@ class Program:
         """A program from columns: index of the work and of the stream of each node, and its share (or none); of edges
         source, target and index of ``WHY``, without stream order.
         """
-        rows = zip(*(np.asarray(column).tolist() for column in nodes), strict=True)
-        ends = zip(*(np.asarray(column).tolist() for column in edges), strict=True)
+        rows, ends = (zip(*(np.asarray(each).tolist() for each in columns), strict=True) for columns in (nodes, edges))
         listed = [(before, after, WHY[why]) for before, after, why in ends]
         return cls([Node(works[work], streams[stream], "", *share) for work, stream, *share in rows], listed, label)
 
@@ -201,8 +203,7 @@ class Program:
     def load(cls, path: str | Path) -> Program:
         """Read what ``save`` wrote, or a rank of a capture or of an imported run (``folder/rank0``).
 
-        Raises:
-            TraceError: If it is not that.
+        Raises ``TraceError`` if it is not that.
         """
         return cls.of_columns(**read_facts(Path(path).parent, Path(path).name.removesuffix(".json")))
 
@@ -249,17 +250,13 @@ class Program:
         rows = zip(*(self.edge_columns[name][listed].tolist() for name in EDGE_COLUMNS), strict=True)
         return tuple([(before, after, WHY[why]) for before, after, why in rows])
 
-    @cached_property
-    def works(self) -> tuple[Op | Collective, ...]:
-        return tuple(dict.fromkeys(node.work for node in self.nodes))
-
-    @cached_property
-    def streams(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(node.stream for node in self.nodes))
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(node.name for node in self.nodes))
+    works = cached_property[tuple[Op | Collective, ...]](lambda self: _distinct(node.work for node in self.nodes))
+    streams = cached_property[tuple[str, ...]](lambda self: _distinct(node.stream for node in self.nodes))
+    names = cached_property[tuple[str, ...]](lambda self: _distinct(node.name for node in self.nodes))
+    start_s = cached_property[Floats](lambda self: np.zeros(len(self)))
+    duration_s = cached_property[Floats](lambda self: np.zeros(len(self)))
+    unrecorded_s = cached_property[Floats](lambda self: np.zeros(len(self)))
+    delay_s = cached_property[Floats](lambda self: np.zeros(len(self.edge_columns["why"])))
 
     @cached_property
     def columns(self) -> Columns:
@@ -279,22 +276,6 @@ class Program:
     def edge_columns(self) -> Columns:
         rows = [(before, after, WHY_NUMBER[why]) for before, after, why in self.all_edges()]
         return dict(zip(EDGE_COLUMNS, np.array(rows, dtype=np.int64).reshape(-1, 3).T, strict=True))
-
-    @cached_property
-    def start_s(self) -> Floats:
-        return np.zeros(len(self))
-
-    @cached_property
-    def duration_s(self) -> Floats:
-        return np.zeros(len(self))
-
-    @cached_property
-    def unrecorded_s(self) -> Floats:
-        return np.zeros(len(self))
-
-    @cached_property
-    def delay_s(self) -> Floats:
-        return np.zeros(len(self.edge_columns["why"]))
 
     @property
     def end_s(self) -> Floats:
@@ -406,19 +387,15 @@ class Program:
         columns, listed = {each: values[order] for each, values in joined._rows().items()}, joined._listed()
         for each in ("phase", "step"):
             columns[each][place] = columns[each][max(place - 1, 0)] if place or not count else columns[each][1]
-        more = {"source": waits, "target": count, "why": WHY_NUMBER[Dependency.DATA], "delay_s": 0.0}
-        for each, value in more.items():
-            listed[each] = np.concatenate([listed[each], np.full(len(waits), value, dtype=listed[each].dtype)])
-        for each in ("source", "target"):
-            listed[each] = np.argsort(order)[listed[each]]
+        listed |= {end: np.argsort(order)[listed[end]] for end in ("source", "target")}
         facts = {each: getattr(joined, each) for each in ("works", "streams", "names", "groups")}
-        return self._with_rows(columns, listed, **facts)
+        made = self._with_rows(columns, listed, **facts)
+        return made.with_edges(waits, np.full(len(waits), place), Dependency.DATA, 0.0)
 
     def _rows(self) -> Columns:
         """Copies of all columns of nodes, times and shares included."""
-        found = {"share": np.ones(len(self)), **self.columns}
-        found |= {name: getattr(self, name) for name in ("start_s", "duration_s", "unrecorded_s")}
-        return {name: values.copy() for name, values in found.items()}
+        times = {name: getattr(self, name) for name in ("start_s", "duration_s", "unrecorded_s")}
+        return {name: values.copy() for name, values in ({"share": np.ones(len(self))} | self.columns | times).items()}
 
     def with_edges(self, source: Any, target: Any, why: Dependency, delay_s: Any) -> Program:
         """The program with more edges of one kind; edges that do not lead forward in time are dropped."""
@@ -437,3 +414,29 @@ _ARRAYS = (
     "columns", "edge_columns", "works", "streams", "names", "start_s", "duration_s", "unrecorded_s", "delay_s",
 )  # fmt: skip
 FACTS = frozenset(_ARRAYS) | frozenset(Program.__annotations__)
+
+
+class ProgramBuilder:
+    """Builds a program node by node.  ``add`` returns the index that ``after`` takes."""
+
+    def __init__(self, label: str = "") -> None:
+        self._label = label
+        self._nodes: list[Node] = []
+        self._edges: list[tuple[int, int, Dependency]] = []
+
+    def add(
+        self,
+        work: Op | Collective,
+        stream: str = "compute",
+        name: str = "",
+        *,
+        after: Iterable[int] = (),
+        why: Dependency = Dependency.DATA,
+        share: float = 1.0,
+    ) -> int:
+        self._nodes.append(Node(work, stream, name, share))
+        self._edges.extend((before, len(self._nodes) - 1, why) for before in after)
+        return len(self._nodes) - 1
+
+    def build(self) -> Program:
+        return Program(self._nodes, self._edges, self._label)

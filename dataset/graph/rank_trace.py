@@ -36,10 +36,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """One rank's program with its times.
-
-    Shapes: ``n`` nodes.
-    """
+    """One rank's program with its times; ``n`` nodes."""
 
     rank: int  # which rank
     program: Program  # ops and collectives in issue order
@@ -121,11 +118,7 @@ class Placement:
         if not (self.tp and self.dp) or len(ranks) < 2:
             return ""
         places = [(rank % self.tp, rank // self.tp % self.dp, rank // (self.tp * self.dp)) for rank in ranks]
-        varying = [
-            name
-            for name, values in zip(("tp", "dp", "pp"), zip(*places, strict=True), strict=True)
-            if len(set(values)) > 1
-        ]
+        varying = [axis for number, axis in enumerate(("tp", "dp", "pp")) if len({each[number] for each in places}) > 1]
         return varying[0] if len(varying) == 1 else ""
 
     def data_parallel_group(self, rank: int) -> tuple[int, ...]:
@@ -144,13 +137,9 @@ def rank_trace(graph: Program) -> RankTrace:
 class _View:
     """Nodes of a rank's program in whole nanoseconds from the graph's begin, so that equal moments are equal numbers.
 
-    Shapes: ``n`` nodes of the graph, ``m`` nodes of the program in order of issue.
-
-    Attributes:
-        place: ``(m,)``: the node of the graph that says what each one is.
-        node: ``(n,)``: the node of the program that each one is part of, -1: none.
-        start, end, own: ``(m,)``: own time is that of all kernels.
-        issue, issued: ``(m,)``: when the host came to it, and when it had launched all of it.
+    Of the ``n`` nodes of the graph, each is part of one of the program (``node``, -1: none).  Of the ``m`` nodes of the
+    program, in order of issue, ``place`` is the node of the graph that says what each one is, ``own`` the time of all
+    its kernels, ``issue`` when the host came to it, and ``issued`` when it had launched all of it.
     """
 
     def __init__(self, graph: Program) -> None:
@@ -183,7 +172,12 @@ class _View:
         self.node[members] = np.searchsorted(first, np.arange(len(members)), "right") - 1
         self.works = [graph.works[number] for number in nodes["work"][self.place].tolist()]
         self.is_op = nodes["kind"][self.place] == OP
-        self.streams = self._streams()
+        names, numbers = list(graph.streams), nodes["stream"][self.place]
+        if not self.hosted:  # a collective's stream is named by its group
+            names[int(np.bincount(numbers, self.own * self.is_op, len(names)).argmax())] = "compute"
+        groups = np.full(len(numbers), -1) if self.hosted else nodes["group"][self.place]
+        listed = zip(numbers.tolist(), groups.tolist(), strict=True)
+        self.streams = [graph.groups[group][0] if group >= 0 else names[number] for number, group in listed]
         self.steps, self.calls = _nanoseconds(graph.steps_s), _nanoseconds(self.record.calls_s)
         self.waits, self.awaited = _nanoseconds(self.record.waits_s), self.node[self.record.awaited]
         self.blocks = np.zeros(len(self.place), dtype=np.bool_)  # the host waited from its issue on
@@ -203,17 +197,6 @@ class _View:
             own[after[near]] += np.maximum(gap[near], 0.0)
         return own
 
-    def _streams(self) -> list[str]:
-        """Name of the stream of each node."""
-        graph, numbers = self.graph, self.graph.columns["stream"][self.place]
-        names, groups = list(graph.streams), graph.columns["group"][self.place].tolist()
-        if not self.hosted:
-            names[int(np.bincount(numbers, self.own * self.is_op, len(names)).argmax())] = "compute"
-        return [
-            graph.groups[group][0] if group >= 0 and not self.hosted else names[number]
-            for number, group in zip(numbers.tolist(), groups, strict=True)
-        ]
-
     def trace(self) -> RankTrace:
         graph, nodes, clock_s = self.graph, self.graph.columns, 1e-6 * self.graph.origin_us
         spans = self._spans()
@@ -221,15 +204,12 @@ class _View:
         inside = np.searchsorted(bounds[:, 0], self.issue, "right") - 1
         inside[(inside >= 0) & (self.issue >= bounds[inside, 1])] = -1
         about = zip(self.works, self.streams, nodes["name"][self.place].tolist(), strict=True)
-        edges = (*self._edges(), *((b, a, Dependency.DATA) for b, a in self._between(Dependency.DATA)))
-        program = Program(tuple(Node(work, stream, graph.names[name]) for work, stream, name in about), edges)
+        program = Program([Node(work, stream, graph.names[name]) for work, stream, name in about], self._edges())
         idle, step_s = merge(self.waits), 1e-9 * np.diff(self.steps).reshape(-1)
         slot, wait, tail, num_events = self._slots(bounds, inside, idle)
         launch, launch_events = self._launches(inside)
-        meets = {}
-        for node in np.flatnonzero(~self.is_op).tolist():
-            group, ranks = graph.groups[nodes["group"][self.place[node]]]
-            meets[node] = Rendezvous(group, int(nodes["seq"][self.place[node]]), ranks)
+        met = np.flatnonzero(~self.is_op)
+        numbered = zip(met.tolist(), *(nodes[name][self.place[met]].tolist() for name in ("group", "seq")), strict=True)
         return RankTrace(
             rank=graph.rank,
             program=program,
@@ -243,7 +223,7 @@ class _View:
                 for span in spans
             ),
             tail_s=1e-9 * tail,
-            meets=meets,
+            meets={node: Rendezvous(graph.groups[of][0], seq, graph.groups[of][1]) for node, of, seq in numbered},
             num_events=num_events,
             launch_s=1e-9 * launch,
             launch_events=launch_events,
@@ -286,8 +266,8 @@ class _View:
         before, after = (self.node[self.graph.edge_columns[name][known]].tolist() for name in ("source", "target"))
         return sorted({(b, a) for b, a in zip(before, after, strict=True) if 0 <= b < a})
 
-    def _edges(self) -> tuple[tuple[int, int, Dependency], ...]:
-        """Synchronisation of a device as its graph tells it, of a host as its thread issues it.
+    def _edges(self) -> list[tuple[int, int, Dependency]]:
+        """Data dependencies, and synchronisation of a device as its graph tells it, of a host as its thread issues it.
 
         On a host, the newest awaited work precedes what comes next.
         """
@@ -307,20 +287,18 @@ class _View:
             edges += [(source, node) for source in sorted(sources) if source < node]
             if self.is_op[node] or self.blocks[node]:
                 last, awaited = node, []
-        return tuple((before, after, Dependency.SYNCHRONISATION) for before, after in edges)
+        listed = ((Dependency.SYNCHRONISATION, edges), (Dependency.DATA, self._between(Dependency.DATA)))
+        return [(before, after, why) for why, pairs in listed for before, after in pairs]
 
     def _recorded(self, since: Any, upto: Any) -> Any:
         """How many recorded calls started in each ``since <= time < upto``."""
         return np.searchsorted(self.calls, upto) - np.searchsorted(self.calls, since)
 
     def _slots(self, bounds: Floats, span: Ints, idle: Intervals) -> tuple[Floats, Floats, Floats, Floats]:
-        """``slot_s``, ``wait_s``, ``tail_s`` and ``num_events``, in nanoseconds.
-
-        On a host, a slot begins where the one before on the compute stream ended; waits for collectives are no part
-        of it.
+        """``slot_s``, ``wait_s``, ``tail_s`` and ``num_events``, in nanoseconds; of a host, a slot without its waits
+        for collectives begins where the one before on the compute stream ended.
         """
-        slot, wait, tail = self.own.copy(), np.zeros(len(self.own)), np.zeros(len(bounds))
-        num_events = np.zeros(len(self.own))
+        (wait, num_events), tail, slot = np.zeros((2, len(self.own))), np.zeros(len(bounds)), self.own.copy()
         if not self.hosted:
             return slot, wait, tail, num_events
         compute = np.flatnonzero(self.is_op & (np.array(self.streams) == "compute"))
@@ -342,7 +320,7 @@ class _View:
 
     def _launches(self, span: Ints) -> tuple[Floats, Floats]:
         """The host time of each launch of a device's node, and the calls recorded in it; zeros on a host."""
-        launch, launch_events = np.zeros(len(self.own)), np.zeros(len(self.own))
+        launch, launch_events = np.zeros((2, len(self.own)))
         for begin, end in () if self.hosted else self.steps.tolist():
             nodes = np.flatnonzero((self.issued >= begin) & (self.issued < end) & (span >= 0))
             if len(nodes):

@@ -18,7 +18,7 @@ from stepsight.dataset.graph.rendezvous import meetings
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective
 
-OTHER = "other"  # label of nodes outside all phases
+_LABELS = (*PHASES, "other")  # the last one: of nodes outside all phases
 _IMPLIED = [WHY_NUMBER[why] for why in (Dependency.STREAM_ORDER, Dependency.LAUNCH, Dependency.RENDEZVOUS)]
 _HOST_ORDER, _LAUNCH = WHY_NUMBER[Dependency.HOST_ORDER], WHY_NUMBER[Dependency.LAUNCH]
 _SYNC = WHY_NUMBER[Dependency.SYNCHRONISATION]
@@ -62,29 +62,31 @@ def _rank_segments(
     _, seen, label = np.unique(keys, axis=1, return_index=True, return_inverse=True)
     first, of_node = own[np.sort(seen)], np.full(len(graph), -1, dtype=np.int64)
     of_node[own] = np.argsort(np.argsort(seen))[label.reshape(-1)]
-    seconds = np.bincount(of_node[own], (graph.duration_s + _host_gaps(graph))[own], len(first)).astype(np.float64)
+    gaps, into = np.zeros(len(graph)), (graph.edge_columns["why"] == _HOST_ORDER) & (graph.device == "cpu")
+    np.maximum.at(gaps, graph.edge_columns["target"][into], graph.delay_s[into])  # of the host before what it runs
+    spent = graph.duration_s + np.where(nodes["kind"] == OP, gaps, 0.0)
+    seconds = np.bincount(of_node[own], spent[own], len(first)).astype(np.float64)
     collectives = nodes["kind"][first] == COLLECTIVE
     seconds[collectives] = collective_s[first[collectives]]
     start, end, place = np.full(len(first), np.inf), np.full(len(first), -np.inf), np.full(len(first), -1)
     np.minimum.at(start, of_node[own], graph.start_s[own])
     np.maximum.at(end, of_node[own], graph.end_s[own])
-    labels = (*PHASES, OTHER)
-    key = nodes["step"][first] * len(labels) + nodes["phase"][first] % len(labels)  # in the order of the labels
+    key = nodes["step"][first] * len(_LABELS) + nodes["phase"][first] % len(_LABELS)  # in the order of the labels
     edges = _edges(graph, of_node)
     edges = edges[:, key[edges[0]] == key[edges[1]]]
     order, by_key = np.argsort(key, kind="stable"), np.argsort(key[edges[0]], kind="stable")
-    every = np.arange(len(graph.steps_s) * len(labels) + 1)
+    every = np.arange(len(graph.steps_s) * len(_LABELS) + 1)
     bounds, edge_bounds = np.searchsorted(key[order], every), np.searchsorted(key[edges[0]][by_key], every)
     for number in np.flatnonzero(np.diff(bounds)).tolist():
         calls, ends = order[slice(*bounds[number : number + 2])], edges[:, by_key[slice(*edge_bounds[number:][:2])]]
         place[calls] = np.arange(len(calls))
         columns = (nodes["work"][first[calls]], nodes["stream"][first[calls]])
-        listed, (step, phase) = (place[ends[0]], place[ends[1]], ends[2]), divmod(number, len(labels))
-        program = Program.of_rows(graph.works, graph.streams, columns, listed, labels[phase])
+        listed, (step, phase) = (place[ends[0]], place[ends[1]], ends[2]), divmod(number, len(_LABELS))
+        program = Program.of_rows(graph.works, graph.streams, columns, listed, _LABELS[phase])
         yield TracedSegment(
             program=shared.setdefault(program.digest_key, program),
             slot_s=seconds[calls],
-            label=labels[phase],
+            label=_LABELS[phase],
             rank=graph.rank,
             busy=1,
             run=run,
@@ -93,16 +95,6 @@ def _rank_segments(
             end_s=end[calls],
             span_s=float(end[calls].max() - start[calls].min()),
         )
-
-
-def _host_gaps(graph: Program) -> Floats:
-    """``(n,)``: seconds of the host before each op of a host that computes; zeros for a device."""
-    gaps = np.zeros(len(graph))
-    if graph.device == "cpu":
-        into = graph.edge_columns["why"] == _HOST_ORDER
-        np.maximum.at(gaps, graph.edge_columns["target"][into], graph.delay_s[into])
-        gaps[graph.columns["kind"] != OP] = 0.0
-    return gaps
 
 
 def _edges(graph: Program, of_node: Ints) -> Ints:

@@ -32,7 +32,6 @@ from stepsight.dataset.runs.run_folder import (
     run_graphs,
     traced_run,
 )
-from stepsight.dataset.runs.run_manifest import RunManifest
 from stepsight.dataset.trace_graphs.call_segments import UnmeasuredRun, call_segments
 from stepsight.dataset.trace_graphs.traced_graphs import segment_graphs, step_graphs
 
@@ -53,9 +52,13 @@ def make_dataset(
     """Write a dataset of the runs of some collections; return the output of ``stepsight dataset --json``.
 
     ``on_run`` is told how many runs are done, of how many; graphs of ``unmeasured`` runs have no targets.  Raises
-    ``TraceError`` if a folder is no collection, a run is named twice, or no step was traced.
+    ``TraceError`` if ``out`` is another folder, a folder is no collection, a run is named twice, or no step was traced.
     """
-    _check_out(out)
+    known = (INDEX, "raw/runs.json")  # the second one of earlier versions
+    if out.exists() and not (
+        out.is_dir() and (not any(out.iterdir()) or any((out / each).is_file() for each in known))
+    ):
+        raise TraceError(f"--out must be a new folder or a dataset of before, got {out}: choose another")
     folders = [folder for collection in collections for folder in run_folders(collection)]
     table, runs, warnings = read_graph_table(folders, scopes, on_run, unmeasured)
     version = digest(str(FORM), "observed steps left out", *sorted(run["group"] for run in runs), *kind_names())
@@ -96,14 +99,6 @@ def describe_dataset(folder: Path) -> dict[str, Any]:
     index = read_index(folder)
     return {"dataset": str(folder), **_counts(GraphTable.load(folder)), "version": index["version"],
             "runs": len(index["runs"])}  # fmt: skip
-
-
-def _check_out(out: Path) -> None:
-    """Check that only a dataset, or nothing, is replaced."""
-    known = (INDEX, "raw/runs.json")  # the second one of earlier versions
-    replaced = out.is_dir() and (not any(out.iterdir()) or any((out / name).is_file() for name in known))
-    if out.exists() and not replaced:
-        raise TraceError(f"--out must be a new folder or a dataset of before, got {out}: choose another")
 
 
 @without_collection()
@@ -158,8 +153,11 @@ def _run_tables(folder: Path, scopes: Sequence[str], warnings: list[str]) -> tup
     if trace is None or "step" in scopes:
         timed_s = read_imported(folder).timed_s if trace is None else run.iteration_s
         about = describe_run(run.name, run.job, run.graphs, timed_s)
-    else:
-        about = _describe_own_run(trace.manifest)
+    else:  # by its manifest, without its graphs
+        own = trace.manifest
+        files = [own.folder / name for rank in sorted(own.traces) for name in sorted(own.traces[rank].values())]
+        timed_s, where = own.iteration_time_s if own.whole else 0.0, own.job.hardware_name
+        about = _about(own.name, _of_job(own.job), own.world_size, where, digest_files(files), timed_s)
     segments = () if "segment" not in scopes else trace.segments() if trace else call_segments(run.graphs, run.name)
     about |= {"role": run.role, "compiled": trace is not None and trace.manifest.compiled}
     return _tables(run.graphs, segments, scopes), about | {"ranks": [graph.rank for graph in run.graphs]}
@@ -222,13 +220,6 @@ def _of_job(job: Job) -> tuple[str, str]:
     tables = job.to_dict()
     model = job.model.name or digest(str(sorted(tables["model"].items())))
     return model, digest(str(sorted(tables["parallel"].items())))
-
-
-def _describe_own_run(run: RunManifest) -> dict[str, Any]:
-    """Metadata of a run of the harness by its manifest, without its graphs."""
-    files = [run.folder / name for rank in sorted(run.traces) for name in sorted(run.traces[rank].values())]
-    timed_s = run.iteration_time_s if run.whole else 0.0
-    return _about(run.name, _of_job(run.job), run.world_size, run.job.hardware_name, digest_files(files), timed_s)
 
 
 def read_index(root: Path) -> dict[str, Any]:

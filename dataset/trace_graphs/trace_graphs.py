@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from scipy.cluster.hierarchy import DisjointSet
 from torch_geometric.data import HeteroData, InMemoryDataset
 
 from stepsight.dataset.base.errors import StepsightError, TraceError
@@ -121,11 +122,7 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
 
     @staticmethod
     def from_parquet(folder: str | Path) -> list[HeteroData]:
-        """Read the graphs that ``to_parquet`` wrote.
-
-        Raises:
-            TraceError: If the folder holds no such tables.
-        """
+        """Read the graphs that ``to_parquet`` wrote; raises ``TraceError`` if the folder holds no such tables."""
         table = GraphTable.load(Path(folder))
         return [table.hetero_data(place) for place in range(len(table))]
 
@@ -170,17 +167,11 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
 
 def _joined(keys: list[str], *groups: Sequence[str | None]) -> list[str]:
     """Merge keys such that graphs of one group share one key (None: in no group)."""
-    parent = {key: key for key in keys}
-
-    def root(key: str) -> str:
-        while parent[key] != key:
-            key = parent[key]
-        return key
-
+    joined = DisjointSet(keys)
     for labels in groups:
         first: dict[str, str] = {}
         for key, label in zip(keys, labels, strict=True):
             if label is not None:
-                one, other = root(key), root(first.setdefault(label, key))
-                parent[max(one, other)] = min(one, other)
-    return [root(key) for key in keys]
+                joined.merge(key, first.setdefault(label, key))
+    name = {key: min(subset) for subset in joined.subsets() for key in subset}
+    return [name[key] for key in keys]

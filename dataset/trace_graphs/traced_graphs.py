@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.graph.columns import Flags, Floats, Ints, covered
-from stepsight.dataset.graph.graph_rows import NUMBER, About, GraphRows, Measured, Pairs, Peers, listed_pairs, overlap
+from stepsight.dataset.graph.graph_rows import NUMBER, About, Measured, Pairs, graph_table, listed_pairs, overlap
 from stepsight.dataset.graph.graph_table import GraphTable
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.graph.rank_trace import TracedSegment
@@ -39,8 +39,9 @@ def _steps(graphs: Sequence[Program], place: int, met: Sequence[Meeting]) -> Gra
         ops = np.flatnonzero((owner == each) & (graph.columns["kind"] == OP))
         used, call[ops] = np.unique(names[ops], return_inverse=True)
         calls[each] = [graph.names[name] for name in used.tolist()]
-    beside = beside_collectives(graph.columns["kind"], graph.start_s, graph.end_s)
-    measured = Measured.of(graph, _seconds_alone(graph), launch_times(graph), beside, call)
+    alone, times = _seconds_alone(graph), (graph.duration_s, graph.start_s, graph.end_s)
+    beside = beside_collectives(graph.columns["kind"], *times[1:])
+    measured = Measured(alone, *times, launch_times(graph), beside, np.arange(len(graph)), call)
     one, other = concurrent_pairs(graph, _NEAREST)
     edges = graph.edge_columns
     pairs = Pairs(
@@ -57,18 +58,14 @@ def _steps(graphs: Sequence[Program], place: int, met: Sequence[Meeting]) -> Gra
         )
     }  # fmt: skip
     about |= {"step": active.tolist(), "calls": calls, "span_s": np.diff(graph.steps_s[active]).reshape(-1).tolist()}
-    return GraphRows(graph, owner, measured, _peers(graphs, place, met, owner)).table(pairs, about)
-
-
-def _peers(graphs: Sequence[Program], place: int, met: Sequence[Meeting], owner: Ints) -> Peers:
     found = [
         (members[place], float(graphs[each].duration_s[node]) or np.nan)
         for members in met
         if place in members and owner[members[place]] >= 0
         for each, node in [peer for peer in members.items() if peer[0] != place][:_MOST_PEERS]
     ]
-    found.sort(key=lambda peer: peer[0])
-    return Peers(np.array([node for node, _ in found], dtype=np.int64), np.array([seconds for _, seconds in found]))
+    peer, peer_s = np.array(sorted(found, key=lambda each: each[0]), dtype=np.float64).reshape(-1, 2).T
+    return graph_table(graph, owner, measured, pairs, about, (peer.astype(np.int64), peer_s))
 
 
 _TIMES = {"slot_s": np.nan, "launch_s": 0.0, "launch_events": 0.0, "start_s": np.nan, "end_s": np.nan}
@@ -82,7 +79,7 @@ def segment_graphs(segments: Sequence[TracedSegment]) -> GraphTable:
     """
     program, pairs, lengths = _joined([segment.program for segment in segments])
     slot, launch_s, launch_events, start, end = (
-        np.concatenate([_whole(getattr(each, name), len(each.program), none) for each in segments])
+        np.concatenate([of if len(of := getattr(s, name)) else np.full(len(s.program), none) for s in segments])
         for name, none in _TIMES.items()
     )
     owner, first = np.repeat(np.arange(len(segments)), lengths), np.cumsum([0, *lengths])
@@ -110,21 +107,13 @@ def segment_graphs(segments: Sequence[TracedSegment]) -> GraphTable:
     }
     about |= {"scope": ["segment"] * len(segments), "segment": [segment.label for segment in segments]}
     about |= {"calls": [[] for _ in segments], "events": [0.0] * len(segments)}
-    return GraphRows(program, owner, measured).table(pairs, about)
-
-
-def _whole(values: Floats, count: int, none: float) -> Floats:
-    return values if len(values) else np.full(count, none)
+    return graph_table(program, owner, measured, pairs, about)
 
 
 def _joined(programs: Sequence[Program]) -> tuple[Program, Pairs, list[int]]:
     """The nodes of programs as those of one, the pairs of all relations, and how many nodes each has."""
-    drawn: dict[int, Pairs] = {}
-    for program in programs:
-        if id(program) not in drawn:
-            drawn[id(program)] = listed_pairs(program)
-    every = [drawn[id(program)] for program in programs]
-    lengths = [len(program) for program in programs]
+    drawn = {key: listed_pairs(program) for key, program in {id(program): program for program in programs}.items()}
+    every, lengths = [drawn[id(program)] for program in programs], [len(program) for program in programs]
     first = np.repeat(np.cumsum([0, *lengths])[:-1], [len(pairs.source) for pairs in every])
     source, target, relation, delay_s = (np.concatenate(column) for column in zip(*every, strict=True))
     return Program.of_parts(programs), Pairs(source + first, target + first, relation, delay_s), lengths

@@ -7,7 +7,6 @@ who reads what, but autograd gives a forward call and its backward the same numb
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,26 +57,21 @@ def read_execution_trace(path: Path) -> list[TensorCall]:
 def _call(node: dict[str, Any]) -> TensorCall:
     sides = [node.get(side) for side in ("inputs", "outputs")]  # older schemas list values, newer ones have a table
     inputs, outputs = ((side.get("values") if isinstance(side, dict) else side) or [] for side in sides)
-    record = node.get("rf_id")
-    if record is None:
-        record = next((each["value"] for each in node.get("attrs") or [] if each.get("name") == "rf_id"), 0)
-    name = str(node["name"])
-    reads, writes = tuple(_storages(inputs)), list(_storages(outputs))
-    if name.endswith("_") or name.endswith("_out") or ".out" in name:
-        writes += list(_storages(inputs[:1]))
-    return TensorCall(name, int(record), reads, tuple(writes))
+    named = (each["value"] for each in node.get("attrs") or [] if each.get("name") == "rf_id")
+    name, record = str(node["name"]), node["rf_id"] if node.get("rf_id") is not None else next(named, 0)
+    in_place = name.endswith(("_", "_out")) or ".out" in name
+    return TensorCall(name, int(record), _storages(inputs), _storages(outputs) + _storages(inputs[: int(in_place)]))
 
 
-def _storages(values: Any) -> Iterator[tuple[int, str]]:
+def _storages(values: Any) -> tuple[tuple[int, str], ...]:
     """Storage and device of each tensor in some values: a tensor is id, storage, offset, elements, bytes, device."""
+    found: list[tuple[int, str]] = []
     for value in values:
-        if not isinstance(value, list):
-            continue
-        if len(value) == 6 and isinstance(value[5], str) and isinstance(value[0], int):
-            if value[1]:
-                yield int(value[1]), value[5]
-        else:
-            yield from _storages(value)
+        if isinstance(value, list) and len(value) == 6 and isinstance(value[5], str) and isinstance(value[0], int):
+            found += [(int(value[1]), value[5])] if value[1] else []
+        elif isinstance(value, list):
+            found += _storages(value)
+    return tuple(found)
 
 
 def with_sequence_edges(graph: Program, sequence: Ints) -> Program:
@@ -94,8 +88,7 @@ def with_sequence_edges(graph: Program, sequence: Ints) -> Program:
 
 def with_tensor_edges(graph: Program, events: RankEvents, parent: Ints, calls: list[TensorCall], path: Path) -> Program:
     """Add edges from the tensors of an execution trace; ``parent``: the call around each framework call."""
-    rows = _rows_of(events, calls)
-    names = {call.name for call in calls}
+    rows, names = _rows_of(events, calls), {call.name for call in calls}
     called = {events.names[number] for number in np.unique(events.ops["name"]).tolist()}
     known = {name for name in called if "::" in name and not name.startswith(_OURS)}
     shared = len(names & known) / max(len(known), 1)
@@ -113,22 +106,21 @@ def with_tensor_edges(graph: Program, events: RankEvents, parent: Ints, calls: l
         graph = graph.replace(warnings=(*graph.warnings, told))
     calls_of = np.maximum(graph.columns["call"], _calls_of_collectives(graph, events))
     nodes = np.flatnonzero((calls_of >= 0) & (graph.columns["kind"] != HOST))
-    rows_of_nodes = calls_of[nodes].tolist()
-    last = dict(zip(rows_of_nodes, nodes.tolist(), strict=True))
-    first = dict(zip(reversed(rows_of_nodes), reversed(nodes.tolist()), strict=True))
+    of_nodes = list(zip(calls_of[nodes].tolist(), nodes.tolist(), strict=True))
+    last, first = dict(of_nodes), dict(reversed(of_nodes))
     pairs: dict[tuple[int, int], None] = {}
     writer: dict[tuple[int, int, str], int] = {}
-    home = _annotated_calls(events, parent)
+    home = list(range(len(events.ops)))  # the outermost of our annotations around each call; without one, itself
+    ours = np.array([name.startswith(_OURS) for name in events.names], dtype=np.bool_)[events.ops["name"]]
+    for row, up in enumerate(parent.tolist() if ours.any() else ()):
+        if up >= 0 and (ours[up] or home[up] != up):
+            home[row] = home[up]
     for turn, call, inner in rows:
         row = home[inner]
-        if row not in first:
-            continue
-        for storage, device in call.reads:
-            before = writer.get((turn, storage, device))
-            if before is not None and before != last[row]:
-                pairs[before, first[row]] = None
-        for storage, device in call.writes:
-            writer[turn, storage, device] = last[row]
+        if row in first:
+            before = (writer.get((turn, *storage)) for storage in call.reads)
+            pairs |= {(each, first[row]): None for each in before if each is not None and each != last[row]}
+            writer |= {(turn, *storage): last[row] for storage in call.writes}
     return _with_pairs(graph, list(pairs))
 
 
@@ -147,65 +139,51 @@ def _calls_of_collectives(graph: Program, events: RankEvents) -> Ints:
     return found
 
 
-def _annotated_calls(events: RankEvents, parent: Ints) -> list[int]:
-    """The outermost of our annotations around each framework call; without one, the call itself."""
-    home = list(range(len(events.ops)))
-    ours = np.array([name.startswith(_OURS) for name in events.names], dtype=np.bool_)[events.ops["name"]]
-    for row, up in enumerate(parent.tolist() if ours.any() else ()):
-        if up >= 0 and (ours[up] or home[up] != up):
-            home[row] = home[up]
-    return home
-
-
 def without_observed_steps(graph: Program, observed: Flags) -> Program:
     """Leave steps out that an execution-trace observer slowed; steps of the same work keep their data dependencies.
 
     The observer makes an op of many small calls half as long again and a tiny copy ten times as long, so its steps'
     times would teach what no other step shows.  They stay where no other step has half as much work.
     """
-    if not observed.any():
+    count = int(observed.sum())
+    if not count:
         return graph
-    step, edges = graph.columns["step"], graph.edge_columns
+    step, edges, told = graph.columns["step"], graph.edge_columns, "steps slowed by an execution-trace observer"
+    told = f"{told}: {count} of {len(observed)}"
     works = np.bincount(step[graph.on_device & (step >= 0)], minlength=len(observed))
     if works[~observed].max(initial=0) < _LEAST_WORK * works[observed].max() or observed.all():
-        told = f"steps slowed by an execution-trace observer: {observed.sum()} of {len(observed)}; they stay, alone"
-        return graph.replace(slowed=tuple(np.flatnonzero(observed).tolist()), warnings=(*graph.warnings, told))
-    data = edges["why"] == WHY_NUMBER[Dependency.DATA]
-    pairs = []
-    place = np.full(len(graph), -1, dtype=np.int64)
+        slowed = tuple(np.flatnonzero(observed).tolist())
+        return graph.replace(slowed=slowed, warnings=(*graph.warnings, f"{told}; they stay, alone"))
+    in_order = []  # ops and collectives of each step, by stream and time
+    for each in range(len(observed)):
+        nodes = np.flatnonzero(graph.on_device & (step == each))
+        in_order.append(nodes[np.argsort(graph.columns["stream"][nodes], kind="stable")])
+    data, place = edges["why"] == WHY_NUMBER[Dependency.DATA], np.full(len(graph), -1, dtype=np.int64)
+    found = [np.zeros((2, 0), dtype=np.int64)]
     for one in np.flatnonzero(observed).tolist():
-        nodes = _works_in_order(graph, one)
-        inside = np.flatnonzero(data & (step[edges["source"]] == one) & (step[edges["target"]] == one))
+        nodes = in_order[one]
+        inside = data & (step[edges["source"]] == one) & (step[edges["target"]] == one)
         place[nodes] = np.arange(len(nodes))
-        ends = [place[edges[end][inside]] for end in ("source", "target")]
+        ends = place[np.stack([edges["source"][inside], edges["target"][inside]])]
         for other in np.flatnonzero(~observed).tolist():
-            own = _works_in_order(graph, other)
+            own = in_order[other]
             if all(np.array_equal(graph.columns[name][own], graph.columns[name][nodes]) for name in ("stream", "work")):
-                pairs.append(np.stack([own[end] for end in ends]))
-    found = np.unique(np.concatenate(pairs, axis=1), axis=1) if pairs else np.zeros((2, 0), dtype=np.int64)
-    graph = _with_pairs(graph, [(int(source), int(target)) for source, target in found.T])
+                found.append(own[ends])
+    graph = _with_pairs(graph, np.unique(np.concatenate(found, axis=1), axis=1).T)
     number = np.append(np.where(observed, -1, np.cumsum(~observed) - 1), -1)
-    count = int(observed.sum())
-    told = f"steps slowed by an execution-trace observer: {count} of {len(observed)}; their times are left out"
     return graph.replace(
         columns={**graph.columns, "step": number[step]},
         steps_s=graph.steps_s[~observed],
         observed=count,
-        warnings=(*graph.warnings, told),
+        warnings=(*graph.warnings, f"{told}; their times are left out"),
     )
-
-
-def _works_in_order(graph: Program, step: int) -> Ints:
-    """Ops and collectives of a step, by stream and time."""
-    nodes = np.flatnonzero(graph.on_device & (graph.columns["step"] == step))
-    return nodes[np.argsort(graph.columns["stream"][nodes], kind="stable")]
 
 
 def _rows_of(events: RankEvents, calls: list[TensorCall]) -> list[tuple[int, TensorCall, int]]:
     """Row of the profile for each call of an execution trace, with its repetition: by number, or name and order."""
     names = [events.names[number] for number in events.ops["name"].tolist()]
     record = {number: row for row, number in enumerate(events.ops["record"].tolist()) if number > 0}
-    matched = [(0, call, record[call.record]) for call in calls if call.record in record]
+    matched = [(0, each, record[each.record]) for each in calls if each.record in record]
     matched = [(turn, call, row) for turn, call, row in matched if names[row] == call.name]
     if len(matched) > _LEAST_FOUND * len(calls):
         return matched
@@ -215,18 +193,16 @@ def _rows_of(events: RankEvents, calls: list[TensorCall]) -> list[tuple[int, Ten
     given = Counter(call.name for call in calls)
     repeats = {name: len(places[name]) / count for name, count in given.items() if name in places}
     usual = Counter(times for times in repeats.values() if times == int(times)).most_common(1)
-    turns = int(usual[0][0]) if usual else 0
-    found = []
+    turns, found = int(usual[0][0]) if usual else 0, []
     for turn in range(turns):
         rows = {name: iter(places[name][turn * given[name] :]) for name, times in repeats.items() if times == turns}
         found += [(turn, call, next(rows[call.name])) for call in calls if call.name in rows]
     return found
 
 
-def _with_pairs(graph: Program, pairs: list[tuple[int, int]]) -> Program:
-    if not pairs:
-        return graph
-    source, target = np.array(pairs, dtype=np.int64).T
+def _with_pairs(graph: Program, pairs: Any) -> Program:
+    """The graph with data dependencies between ``(e, 2)`` nodes, as far as their times allow it."""
+    source, target = np.asarray(pairs, dtype=np.int64).reshape(-1, 2).T
     apart = graph.start_s[target] - graph.end_s[source]
     possible = (apart >= -_SLACK_S) & (source < target)
     return graph.with_edges(source[possible], target[possible], Dependency.DATA, np.minimum(apart[possible], 0.0))

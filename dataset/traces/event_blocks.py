@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,18 +41,15 @@ def is_trace(path: Path) -> bool:
 
 
 class EventBlocks:
-    """The events of one file in blocks; other keys of the file are in ``header`` after all blocks were read.
+    """The events of one file in blocks.
 
-    Attributes:
-        header: Top-level keys beside the events.
-        warnings: What was put right.
+    After all were read, ``header`` has the top-level keys beside the events, and ``warnings`` what was put right.
     """
 
     def __init__(self, path: Path, block: int = BLOCK) -> None:
         self.header: dict[str, Any] = {}
         self.warnings: list[str] = []
-        self._path = path
-        self._block = block
+        self._path, self._block = path, block
 
     def __iter__(self) -> Iterator[list[Event]]:
         """Yield lists of events."""
@@ -65,15 +63,13 @@ class EventBlocks:
         text, listed = self._first(parts)
         for part in parts:
             text += part
-            if len(text) < self._block:
-                continue
-            events, text = self._cut(text)
-            if events:
-                yield events
+            if len(text) >= self._block:
+                events, text = self._cut(text)
+                if events:
+                    yield events
         events, text = self._cut(text)  # the last event is parsed together with the keys after it
         yield events
-        opening = b"[" if listed else b'{"traceEvents":['
-        tree = self._parse(opening + text)
+        tree = self._parse((b"[" if listed else b'{"traceEvents":[') + text)
         last = tree if listed else tree.pop("traceEvents", None)
         if not isinstance(last, list):
             raise TraceError(f"a Kineto trace must hold a list traceEvents, got {type(last).__name__} in {self._path}")
@@ -86,17 +82,14 @@ class EventBlocks:
         text = b""
         for part in parts:
             text = (text + part).removeprefix(_BOM)
-            archive = next((kind for kind, begin, sign in _ARCHIVES if text[begin:].startswith(sign)), "")
-            if archive:
-                raise TraceError(
-                    f"{self._path} must be the trace of one rank, got a {archive} archive: unpack it and import the "
-                    "traces that it holds"
-                )
+            for kind, begin, sign in _ARCHIVES:
+                if text[begin:].startswith(sign):
+                    rule = f"{self._path} must be the trace of one rank, got a {kind} archive"
+                    raise TraceError(f"{rule}: unpack it and import the traces that it holds")
             start = text.lstrip()[:1]
             if start == b"[":
                 return text.lstrip()[1:], True
-            found = _BEGIN.search(text) if start == b"{" else None
-            if found is not None:
+            if start == b"{" and (found := _BEGIN.search(text)):
                 self.header = self._parse(text[: found.end()] + b"]}")
                 self.header.pop("traceEvents", None)
                 return text[found.end() :], False
@@ -110,27 +103,23 @@ class EventBlocks:
 
     def _cut(self, text: bytes) -> tuple[list[Event], bytes]:
         """Events up to the last complete one, and the text after it."""
-        window = max(len(text) - _WINDOW, 0)
-        ends = [found.start() + 1 for found in _BETWEEN.finditer(text, window)]
-        for cut in ends[: -_MOST_CUTS - 1 : -1]:
+        ends = [found.start() + 1 for found in _BETWEEN.finditer(text, max(len(text) - _WINDOW, 0))]
+        for cut, mended in [
+            *((cut, False) for cut in ends[: -_MOST_CUTS - 1 : -1]),
+            *((cut, True) for cut in ends[-1:]),
+        ]:
+            whole = b"[" + text[:cut] + b"]"
             try:
-                return events_of(b"[" + text[:cut] + b"]"), text[text.index(b",", cut) + 1 :]
-            except ValueError:
-                continue
-        for cut in ends[-1:]:
-            try:
-                events = events_of(strict(b"[" + text[:cut] + b"]"))
+                events = events_of(strict(whole) if mended else whole)
             except (ValueError, RecursionError):
                 continue
-            self._warn()
+            self._warn(mended)
             return events, text[text.index(b",", cut) + 1 :]
         return [], text
 
     def _parse(self, text: bytes) -> Any:
-        try:
+        with suppress(ValueError):
             return parse(text)
-        except ValueError:
-            pass
         try:
             tree = parse(strict(text))
         except RecursionError as error:
@@ -139,12 +128,14 @@ class EventBlocks:
             raise TraceError(
                 f"{self._path} must be whole JSON: it is truncated or corrupt, profile again or copy it anew"
             ) from None
-        self._warn()
+        self._warn(True)
         return tree
 
-    def _warn(self) -> None:
-        told = "the file is not strict JSON (NaN, control characters or bytes that are not UTF-8): read all the same"
-        if told not in self.warnings:
+    def _warn(self, mended: bool) -> None:
+        if mended and not self.warnings:
+            told = (
+                "the file is not strict JSON (NaN, control characters or bytes that are not UTF-8): read all the same"
+            )
             self.warnings.append(told)
 
 

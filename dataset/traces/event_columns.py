@@ -50,10 +50,7 @@ class Interned(dict[Any, int]):
 
 @dataclass
 class Table:
-    """Events of one category; microseconds.
-
-    Shapes: ``n`` events in order of start.
-    """
+    """``n`` events of one category in order of start; microseconds."""
 
     start: Floats  # ``(n,)``
     end: Floats  # ``(n,)``
@@ -85,8 +82,7 @@ class _Rows:
     """A growing table: a start, a duration and other numbers for each event; ``order``: the rows, sorted by start."""
 
     def __init__(self, *names: str) -> None:
-        self.names = names
-        self.parts: list[Floats] = []
+        self.names, self.parts = names, list[Floats]()
         self.count, self.order = 0, np.zeros(0, dtype=np.int64)
 
     def add(self, events: list[Event], *columns: list[Any]) -> None:
@@ -158,9 +154,8 @@ class RankEvents:
         self._device = _Rows("kernel", "stream", "correlation", "external", "bytes")
         self._names, self._signatures, self._kernels = Interned(), Interned(), Interned()
         self._threads, self._streams = Interned(), Interned()
-        self._kinds: dict[Any, int] = {}
+        self._kinds, self._arguments = dict[Any, int](), dict[int, dict[str, Any]]()
         self._named: dict[int, str] = {}  # names of ops that are annotations or communication calls, by number
-        self._arguments: dict[int, dict[str, Any]] = {}
         complete, blocks = 0, EventBlocks(path)
         try:
             for events in blocks:
@@ -174,8 +169,8 @@ class RankEvents:
                 f"{type(error).__name__}: {error!s:.120} in {path}"
             ) from None
         if not complete:
-            told = f"got none among {self.num_events} in {path}"
-            raise TraceError(f"a Kineto trace must hold complete events (ph = X), {told}")
+            rule = "a Kineto trace must hold complete events (ph = X)"
+            raise TraceError(f"{rule}, got none among {self.num_events} in {path}")
         self.header, self.warnings = blocks.header, list(blocks.warnings)
         tables = (("host", self._ops), ("runtime", self._runtime), ("device", self._device))
         self.ops, self.runtime, self.device = (rows.table(what, path, self.warnings) for what, rows in tables)
@@ -192,18 +187,13 @@ class RankEvents:
         del self._ops, self._runtime, self._device  # as much memory again
 
     def arguments(self, signature: int) -> dict[str, Any]:
-        """Dims, types, strides and literals of calls with a signature, by the profiler's names; parsed once.
-
-        A negative signature has none of them.
-        """
-        known = self._arguments.get(signature)
-        if known is None:
+        """Dims, types, strides and literals of calls with a signature, by the profiler's names; of -1, none."""
+        if signature not in self._arguments:
             key = self._texts[signature] if signature >= 0 else 0
             values = () if isinstance(key, int) else parse(_json(key[1:]))
-            names = ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")
-            known = {name: value for name, value in zip(names, values, strict=False) if value is not None}
-            self._arguments[signature] = known
-        return known
+            named = zip(("Input Dims", "Input type", "Input Strides", "Concrete Inputs"), values, strict=False)
+            self._arguments[signature] = {name: value for name, value in named if value is not None}
+        return self._arguments[signature]
 
     def with_calls(self, prefixes: tuple[str, ...]) -> RankEvents:
         """The events with some annotations, by their beginnings, as framework calls; autograd's number is a part's."""
@@ -227,15 +217,13 @@ class RankEvents:
 
     def _add(self, events: list[Event]) -> int:
         """Add the events of a block, by category; return how many are complete."""
-        kinds = self._kinds
-        sorted_out: list[list[Event]] = [[] for _ in range(6)]
+        kinds, sorted_out = self._kinds, [list[Event]() for _ in range(6)]
         add = [each.append for each in sorted_out]
         for event in events:
             if event.ph == "X" and event.dur is not UNSET:
-                category = event.cat
-                kind = kinds.get(category)
+                kind = kinds.get(event.cat)
                 if kind is None:
-                    kind = kinds[category] = _CATEGORIES.get(str(category).lower(), -1)
+                    kind = kinds[event.cat] = _CATEGORIES.get(str(event.cat).lower(), -1)
                 add[kind](event)
         self._add_ops(sorted_out[_HOST])
         self._add_calls(sorted_out[_RUNTIME])
@@ -248,7 +236,14 @@ class RankEvents:
         signatures, threads = self._signatures, self._threads
         numbers = self._numbers(events)
         if self._named and not self._named.keys().isdisjoint(numbers):
-            events, numbers = self._set_apart(events, numbers)
+            kept = []  # annotations are no ops; communication calls are, and are stored too
+            for row, number in enumerate(numbers):
+                name = self._named.get(number)
+                if name is not None:
+                    (self.comms if name == _COMMUNICATION else self.annotations).append(self._stretch(events[row]))
+                if name in (None, _COMMUNICATION):
+                    kept.append(row)
+            events, numbers = [events[row] for row in kept], [numbers[row] for row in kept]
         args = args_of(OpArgs, events)
         signature = [
             signatures[number]
@@ -261,36 +256,21 @@ class RankEvents:
 
     def _numbers(self, events: list[Event]) -> list[int]:
         """Numbers of the events' names."""
-        names = self._names
-        before = len(names)
+        names, before = self._names, len(self._names)
         numbers = [names[event.name] for event in events]
         for number, name in enumerate(islice(names, before, None), before):
             if name.startswith((_COMMUNICATION, *_MARKS)):
                 self._named[number] = name
         return numbers
 
-    def _set_apart(self, events: list[Event], numbers: list[int]) -> tuple[list[Event], list[int]]:
-        """The ops among the events, communication calls included; these and annotations are stored too."""
-        kept = []
-        for row, number in enumerate(numbers):
-            name = self._named.get(number)
-            if name is not None:
-                (self.comms if name == _COMMUNICATION else self.annotations).append(self._stretch(events[row]))
-            if name in (None, _COMMUNICATION):
-                kept.append(row)
-        return [events[row] for row in kept], [numbers[row] for row in kept]
-
     def _add_calls(self, events: list[Event]) -> None:
-        threads = self._threads
-        args = args_of(CallArgs, events)
+        args, threads = args_of(CallArgs, events), self._threads
         thread = [threads[event.pid, event.tid] for event in events]
         self._runtime.add(events, self._numbers(events), thread, *_listed(args, "correlation", "external"))
 
     def _add_kernels(self, events: list[Event]) -> None:
-        kernels, streams = self._kernels, self._streams
-        args = args_of(KernelArgs, events)
-        kernel: list[int] = []
-        stream: list[int] = []
+        args, kernels, streams = args_of(KernelArgs, events), self._kernels, self._streams
+        kernel, stream = list[int](), list[int]()
         for event, each in zip(events, args, strict=True):
             if each.collective is not NO_TEXT:
                 self.collective_args[self._device.count + len(kernel)] = event.table()
@@ -303,9 +283,8 @@ class RankEvents:
     def _stretch(self, event: Event) -> Annotation:
         if event.ts is UNSET or event.dur is UNSET:
             raise ValueError("no ts")
-        start, length = float(event.ts), float(event.dur)
-        thread = self._threads[event.pid, event.tid]
-        return Annotation(str(event.name), start, start + max(length, 0.0), thread, event.table())
+        end = float(event.ts) + max(float(event.dur), 0.0)
+        return Annotation(str(event.name), float(event.ts), end, self._threads[event.pid, event.tid], event.table())
 
 
 @contextmanager

@@ -52,9 +52,11 @@ def call_tree(events: RankEvents) -> CallTree:
     thread = np.concatenate([[mark.thread for mark in marks], ops["thread"], runtime["thread"]])
     row, own = np.arange(len(ops)), {key: np.full(len(what), -1) for key in ("row", "phase", "backward", "sequence")}
     evaluated = np.array([is_evaluation(name) for name in events.names], dtype=np.bool_)[ops["name"]]
-    phases = np.array([_named_phase(name) for name in events.names], dtype=np.int64)[ops["name"]]
+    backs = [name.startswith(_BACKWARDS) or _NODE.search(name) for name in events.names]
+    phases = [BACKWARD if back else OPTIMIZER if name.startswith(_OPTIMIZERS) else -1
+              for back, name in zip(backs, events.names, strict=True)]  # fmt: skip
     own["phase"][:first] = [annotated_phase(mark.name) or FORWARD for mark in marks]
-    own["row"][first:last], own["phase"][first:last] = row, phases
+    own["row"][first:last], own["phase"][first:last] = row, np.array(phases, dtype=np.int64)[ops["name"]]
     own["backward"][first:last], own["sequence"][first:last] = np.where(evaluated, row, -1), ops["sequence"]
     order = np.lexsort((what == _CALL, -end, start, thread))
     above, depth = _enclosing(start[order], end[order], thread[order], what[order] != _CALL)
@@ -95,19 +97,12 @@ def is_evaluation(name: str) -> bool:
     return name.startswith(_EVALUATE)
 
 
-def _named_phase(name: str) -> int:
-    if name.startswith(_BACKWARDS) or _NODE.search(name):
-        return BACKWARD
-    return OPTIMIZER if name.startswith(_OPTIMIZERS) else -1
-
-
 def _enclosing(start: Floats, end: Floats, thread: Ints, opens: Flags) -> tuple[Ints, Ints]:
     """The innermost span around each span of a thread, -1 for none, and the depth; ``(n,)`` each, by thread and start.
 
     ``opens``: which of them may lie around others.
     """
-    above: list[int] = []
-    depth: list[int] = []
+    above, depth = list[int](), list[int]()
     ends, inside, current = [np.inf], [-1], -1  # stack of open spans
     spans = zip(start.tolist(), end.tolist(), thread.tolist(), opens.tolist(), strict=True)
     for place, (begin, until, of, is_open) in enumerate(spans):
@@ -235,10 +230,19 @@ def find_steps(events: RankEvents, tree: CallTree, launched: Floats) -> Steps:
         return _annotated(marks)
     tables = [table for table in (events.ops, events.runtime, events.device) if len(table)]
     begin = min((float(table.start.min()) for table in tables), default=0.0)
-    ends, thread = _optimizer_ends(events)
-    found_by = "optimizer"
-    if not ends:
-        ends, thread, found_by = *_backward_ends(events, tree), "backward"
+    by_name: dict[str, list[Annotation]] = {}
+    for mark in events.annotations:
+        if mark.name.startswith("Optimizer.step"):
+            by_name.setdefault(mark.name, []).append(mark)
+    # with several optimizers, ends of the last one in each step
+    marks = max(by_name.values(), key=lambda marks: (-len(marks), max(mark.end for mark in marks)), default=[])
+    ends, thread, found_by = [mark.end for mark in marks], marks[0].thread if marks else -1, "optimizer"
+    if not ends:  # of backward passes: the last evaluation before forward calls start again
+        outer = np.flatnonzero((tree.parent < 0) & (tree.phase >= 0))
+        is_backward, found_by = tree.phase[outer] == 1, "backward"
+        ends = events.ops.end[outer[is_backward & ~np.append(is_backward[1:], False)]].tolist()
+        forward = events.ops["thread"][outer[~is_backward]]
+        thread = int(np.bincount(forward).argmax()) if len(forward) else -1
     if ends:
         return _between(begin, ends, thread, found_by, events)
     bounds = _repeated(events, launched)
@@ -296,25 +300,6 @@ def _annotated(marks: list[Annotation]) -> Steps:
     return Steps([(start, end) for start, end in bounds if end > start], thread, "annotations", warnings)
 
 
-def _optimizer_ends(events: RankEvents) -> tuple[list[float], int]:
-    """Ends of the optimizer's steps; with several optimizers, of the last one in each step."""
-    by_name: dict[str, list[Annotation]] = {}
-    for mark in events.annotations:
-        if mark.name.startswith("Optimizer.step"):
-            by_name.setdefault(mark.name, []).append(mark)
-    chosen = max(by_name.values(), key=lambda marks: (-len(marks), max(mark.end for mark in marks)), default=[])
-    return [mark.end for mark in chosen], chosen[0].thread if chosen else -1
-
-
-def _backward_ends(events: RankEvents, tree: CallTree) -> tuple[list[float], int]:
-    """Ends of backward passes: the last evaluation before forward calls start again."""
-    outer = np.flatnonzero((tree.parent < 0) & (tree.phase >= 0))
-    is_backward = tree.phase[outer] == 1
-    ends = events.ops.end[outer[is_backward & ~np.append(is_backward[1:], False)]].tolist()
-    forward = events.ops["thread"][outer[~is_backward]]
-    return ends, int(np.bincount(forward).argmax()) if len(forward) else -1
-
-
 def _between(begin: float, ends: list[float], thread: int, found_by: str, events: RankEvents) -> Steps:
     """Steps from end to end; steps unlike the others are incomplete and are dropped."""
     limits = np.array([begin, *ends] if len(ends) < _ENOUGH else ends)  # anything may come before the first end
@@ -333,12 +318,8 @@ def _repeated(events: RankEvents, launched: Floats) -> list[tuple[float, float]]
     order = np.argsort(launched, kind="stable")
     order = order[~np.isnan(launched[order])]
     kernels, moments = events.device["kernel"][order], launched[order]
-    if len(kernels) < 4:
-        return []
-    counts = np.bincount(kernels)
+    counts = np.bincount(kernels) if len(kernels) >= 4 else np.zeros(0, dtype=np.int64)
     several = np.flatnonzero(counts >= 2)
-    if not len(several):
-        return []
     for kernel in several[np.argsort(counts[several], kind="stable")][:8].tolist():
         places = np.flatnonzero(kernels == kernel)
         places = places[np.concatenate([[True], np.diff(moments[places]) > 0])]  # one launch may hold many kernels

@@ -34,6 +34,10 @@ Wait = tuple[int, float, float]  # number of a collective for which the main thr
 _MOST_AT_ONCE = 64  # collectives of one stream that may be in flight
 _FUSED = "kind=fused_loops"  # in the annotation of a compiled function
 _COMPILED = "## Call CompiledFxGraph"  # what Inductor calls its functions in traces
+_OF_COMPILED = (
+    "the step calls functions of torch.compile: calls of libraries within them are ops, and the time of fused "
+    "kernels counts as the host's, since no trace of a CPU has them"
+)
 _LAST = 2**62  # larger than the number of any collective
 _MOST_EARLY_US = 1000.0  # clock error by which a wait may end before the awaited call
 
@@ -41,7 +45,10 @@ _MOST_EARLY_US = 1000.0  # clock error by which a wait may end before the awaite
 def host_graph(events: RankEvents, tree: CallTree, world_size: int, placement: Placement, rank: int) -> Program:
     """The graph of a rank without device events."""
     host = HostWorks(events)
-    replicas = placement.data_parallel_group(rank) or _largest_group(events, rank, world_size)
+    configured = (events.header.get("distributedInfo") or {}).get("pg_config") or []
+    groups = [list(range(world_size)), *(each.get("ranks") or [] for each in configured if isinstance(each, dict))]
+    largest = max(((len(ranks), tuple(ranks)) for ranks in groups if rank in ranks), default=(0, ()))[1]
+    replicas = placement.data_parallel_group(rank) or largest
     collectives, waits = _Collectives(host, replicas, placement, segment_spans(events, 0.0)).found()
     if not host.ops and not collectives:
         raise TraceError(f"a trace must hold at least one op or collective, got none in {events.path}")
@@ -73,26 +80,10 @@ def host_graph(events: RankEvents, tree: CallTree, world_size: int, placement: P
         waits_s=(np.array([wait[1:] for wait in waits]).reshape(-1, 2) - graph.origin_us) * MICROSECOND,
         awaited=built.place[np.array([len(calls) + wait[0] for wait in waits], dtype=np.int64)],
     )
-    warnings = tuple(dict.fromkeys([*events.warnings, *steps.warnings, *_compiled(events)]))
-    return graph.replace(record=record, warnings=warnings)
-
-
-def _compiled(events: RankEvents) -> list[str]:
-    """What to say of functions that ``torch.compile`` made, where no annotation tells of their fused loops."""
     told = [*events.names, *(mark.name for mark in events.annotations)]
-    if not any(name.startswith(_COMPILED) for name in told) or any(_FUSED in name for name in told):
-        return []
-    return [
-        "the step calls functions of torch.compile: calls of libraries within them are ops, and the time of fused "
-        "kernels counts as the host's, since no trace of a CPU has them"
-    ]
-
-
-def _largest_group(events: RankEvents, rank: int, world_size: int) -> tuple[int, ...]:
-    groups = (events.header.get("distributedInfo") or {}).get("pg_config") or []
-    found = [group.get("ranks") or [] for group in groups if isinstance(group, dict)]
-    sizes = [(len(ranks), tuple(ranks)) for ranks in [list(range(world_size)), *found] if rank in ranks]
-    return max(sizes, default=(0, ()))[1]
+    compiled = any(name.startswith(_COMPILED) for name in told) and not any(_FUSED in name for name in told)
+    warnings = dict.fromkeys([*events.warnings, *steps.warnings, *([_OF_COMPILED] if compiled else [])])
+    return graph.replace(record=record, warnings=tuple(warnings))
 
 
 def _calls(host: HostWorks, collectives: list[Work], steps: Steps, names: Interned) -> Table:
@@ -105,19 +96,15 @@ def _calls(host: HostWorks, collectives: list[Work], steps: Steps, names: Intern
     start = np.array([*(work.start for work in host.ops), *moments], dtype=np.float64)
     end = np.array([*(work.end for work in host.ops), *moments], dtype=np.float64)
     thread = [*(streams[work.stream] for work in host.ops), *([host.main] * len(moments))]
-    name = [
-        *(work.name for work in host.ops),
-        *(f"issue {work.name}" for work in collectives),
-        *(["step"] * len(marks)),
-    ]
-    return in_order(start, end, thread, np.arange(len(start)), [names[each] for each in name])
+    issues = (f"issue {work.name}" for work in collectives)
+    name = [names[each] for each in (*(work.name for work in host.ops), *issues, *(["step"] * len(marks)))]
+    return in_order(start, end, thread, np.arange(len(start)), name)
 
 
 def _in_streams(collectives: list[Work], calls: Table, issues: Ints) -> Iterator[Edges]:
     """Launches of collectives by the calls that issue them, and the order on their streams; they follow the calls."""
     base, everyone = len(calls), np.arange(len(collectives), dtype=np.int64)
-    launches: list[float] = []
-    ordered: list[tuple[int, int, float]] = []
+    launches, ordered = list[float](), list[tuple[int, int, float]]()
     ended: dict[Any, list[tuple[float, int]]] = {}  # by stream: ends of the newest collectives before, in order
     for number, work in enumerate(collectives):
         before = ended.setdefault(work.stream, [])
@@ -173,10 +160,10 @@ def _fill(built: Assembly, events: RankEvents, tree: CallTree, names: Ints, work
             continue
         op = work.work
         nodes["recorded"][node] = work.recorded
-        known = named_kind(work.name) if not work.known and isinstance(op, Op) else None
+        known = None if work.known else named_kind(work.name)
         if known is not None and isinstance(op, Op):
-            alike = len(OP_KINDS[known].dim_names) == len(op.dims)
-            op = intern_op(known, op.dims if alike else (0,) * len(OP_KINDS[known].dim_names), op.dtype)
+            count = len(OP_KINDS[known].dim_names)
+            op = intern_op(known, op.dims if count == len(op.dims) else (0,) * count, op.dtype)
         nodes["work"][node], nodes["known"][node] = built.works[op], int(work.known or known is not None)
         if rows[node] < len(events.ops) and abs(events.ops.start[rows[node]] - built.start[node]) < 1e-3:
             nodes["call"][node] = rows[node]
@@ -187,10 +174,7 @@ def _fill(built: Assembly, events: RankEvents, tree: CallTree, names: Ints, work
 
 
 class _Collectives:
-    """Finds the collectives of a host that computes, and when its main thread waits for them.
-
-    ``replicas``: ranks of the collectives that do not name any: DDP's; ``segments``: on the clock of the calls.
-    """
+    """Finds the collectives of a host that computes; ``replicas``: of those that name no ranks, which are DDP's."""
 
     def __init__(
         self, host: HostWorks, replicas: tuple[int, ...], placement: Placement, segments: Sequence[Span]
@@ -204,10 +188,8 @@ class _Collectives:
 
     def found(self) -> tuple[list[Work], list[Wait]]:
         """Collectives in order of issue, and waits for them."""
-        works: list[Work] = []
-        waits: list[Wait] = []
+        works, waits, implicit = list[Work](), list[Wait](), list[int]()
         by_key: dict[tuple[str, str], int] = {}
-        implicit: list[int] = []
         for call in sorted(self._host.calls, key=lambda call: call.start):
             work = self._work(call)
             if work is None:
@@ -237,9 +219,8 @@ class _Collectives:
 
     def _work(self, call: Annotation) -> Work | None:
         """The collective of a call; None if it joins no ranks."""
-        values, ranks = call.args, self._replicas
-        if "ranks" in values:
-            ranks = tuple(int(part) for part in values["ranks"].split(","))
+        values = call.args
+        ranks = tuple(map(int, values["ranks"].split(","))) if "ranks" in values else self._replicas
         group = self._placement.axis(ranks) or values.get("group", "dp")
         direction = values.get("direction", "")
         blocks = values.get("async", "0") == "0"

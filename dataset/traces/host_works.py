@@ -50,24 +50,16 @@ class Work:
 
 
 class HostWorks:
-    """Ops of a host that computes, and what its annotations tell of communication; microseconds.
+    """Ops of a host that computes, by start, and what its annotations tell of communication; microseconds.
 
-    Attributes:
-        ops: By order of start.
-        calls: ``stepsight::collective`` annotations, and c10d calls that no annotation encloses.
-        waits: ``stepsight::wait`` annotations.
-        workers: ``gloo:*`` spans: kind, start, end.
-        main: The thread of the segments, or that with the most calls.
-        top: Outermost calls of that thread, ``(start, end)``.
-
-    Raises:
-        ValueError: If one of our own annotations is malformed.
+    ``main`` is the thread of the segments, or that with the most calls; ``top`` are outermost calls of it, from start
+    to end.  Raises ``ValueError`` if one of our own annotations is malformed.
     """
 
     def __init__(self, events: RankEvents) -> None:
-        self.calls: list[Annotation] = []  # what is said of each is in its args
-        self.waits: list[Annotation] = []
-        self.workers: list[tuple[str, float, float]] = []
+        self.calls: list[Annotation] = []  # our annotations of collectives, and c10d calls that none encloses
+        self.waits: list[Annotation] = []  # our annotations of waits
+        self.workers: list[tuple[str, float, float]] = []  # kind, start and end of gloo's spans
         weighty, threads = ~_weightless(events), events.ops["thread"]
         self.main = int(np.bincount(threads[weighty]).argmax()) if weighty.any() else 0
         for name in {each.name for each in events.annotations if each.name.startswith(_OP)}:
@@ -131,29 +123,33 @@ class HostWorks:
             elif name in communication or name.startswith(_COLLECTIVE):
                 around[row] = _COMMUNICATION
                 if name in communication:
-                    said = _c10d_call(name, events.arguments(signatures[row]))
+                    (kind, index), args = communication[name], events.arguments(signatures[row])
+                    shape, dtype = (
+                        dict(enumerate(args.get(key) or [])).get(index) for key in ("Input Dims", "Input type")
+                    )
+                    num_bytes = count(shape or []) * ELEMENT_BYTES.get(dtype or "", 4)
+                    said = {"kind": kind, "num_bytes": num_bytes, "async": "1"}
                     self.calls.append(Annotation(name, start, end, thread, said))
             elif maybe[row] < 0 and "::" in name and name not in _WRAPPERS and not name.startswith(_BOOKKEEPING):
                 op = classify_unknown(events.arguments(signatures[row]))
                 if op is not None:
                     works[row] = Work(op, name, start, start, end, end - start, thread, known=False)
                     maybe[row] = row
-        return _whole_ops([works[row] for row in sorted(works)])
-
-
-def _whole_ops(works: list[Work]) -> list[Work]:
-    """Ops of which consecutive calls of a thread may be parts."""
-    out: list[Work] = []
-    last: dict[int, Work] = {}  # by thread
-    for work in works:
-        before = last.setdefault(work.stream, work)
-        if before is not work and before.work == work.work and isinstance(work.work, Op) and work.work.record.in_parts:
-            before.end, before.own = work.end, before.own + work.own
-            before.recorded += work.recorded
-        else:
-            out.append(work)
-            last[work.stream] = work
-    return out
+        out, last = list[Work](), dict[int, Work]()  # the newest by thread
+        for work in (works[row] for row in sorted(works)):  # consecutive calls of a thread may be parts of an op
+            before = last.get(work.stream)
+            if (
+                before is not None
+                and before.work == work.work
+                and isinstance(work.work, Op)
+                and work.work.record.in_parts
+            ):
+                before.end, before.own = work.end, before.own + work.own
+                before.recorded += work.recorded
+            else:
+                out.append(work)
+                last[work.stream] = work
+        return out
 
 
 def host_call_starts(events: RankEvents, main: int | None) -> Floats:
@@ -169,11 +165,3 @@ def host_call_starts(events: RankEvents, main: int | None) -> Floats:
 def _weightless(events: RankEvents) -> Flags:
     """``(n,)``: which framework calls move nothing."""
     return np.array([name in _WEIGHTLESS for name in events.names], dtype=np.bool_)[events.ops["name"]]
-
-
-def _c10d_call(name: str, args: dict[str, Any]) -> dict[str, Any]:
-    kind, index = c10d_calls()[name]
-    dims, types = args.get("Input Dims") or [], args.get("Input type") or []
-    shape = dims[index] if index < len(dims) else []
-    dtype = types[index] if index < len(types) else ""
-    return {"kind": kind, "num_bytes": count(shape) * ELEMENT_BYTES.get(dtype, 4), "async": "1"}

@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import HashedTuple, cached, hashed_once
-from stepsight.dataset.graph.program import Dependency, Program
-from stepsight.dataset.graph.program_builder import ProgramBuilder
+from stepsight.dataset.graph.program import Dependency, Program, ProgramBuilder
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.step import Block, Comm, Item, Join, LostTime, OverlappedOp, Step
 

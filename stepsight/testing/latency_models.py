@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stepsight.dataset.graph.program import Program
-from stepsight.dataset.graph.program_builder import ProgramBuilder
+from stepsight.dataset.graph.program import Program, ProgramBuilder
 from stepsight.dataset.hardware.hardware import FABRICS, Hardware
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.durations.latency_model import LatencyModel

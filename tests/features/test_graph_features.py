@@ -1,7 +1,6 @@
 import numpy as np
 
-from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.graph.program_builder import ProgramBuilder
+from stepsight.dataset.graph.program import Dependency, ProgramBuilder
 from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.features.graph_features import RELATIONS, SegmentGraph, join, node_feature_names, node_features, topology

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.graph.program_builder import ProgramBuilder
+from stepsight.dataset.graph.program import Dependency, ProgramBuilder
 from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.features.graph_features import RELATIONS, SegmentGraph

@@ -11,8 +11,7 @@ import torch
 from safetensors.numpy import save_file
 
 from stepsight.dataset.base.errors import PredictorError
-from stepsight.dataset.graph.program import Dependency, Program
-from stepsight.dataset.graph.program_builder import ProgramBuilder
+from stepsight.dataset.graph.program import Dependency, Program, ProgramBuilder
 from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.features.graph_features import RELATIONS, SegmentGraph, Topology, join, node_features, topology

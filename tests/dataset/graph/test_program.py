@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepsight.dataset.base.errors import StepsightError, TraceError
-from stepsight.dataset.graph.program import Dependency, Program
-from stepsight.dataset.graph.program_builder import ProgramBuilder
+from stepsight.dataset.graph.program import Dependency, Program, ProgramBuilder
 from stepsight.dataset.graph.relations import RELATIONS, concurrent_pairs, relation_pairs
 from stepsight.dataset.kinds.op import Collective, Op
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.graph.program import Program
-from stepsight.dataset.graph.program_builder import ProgramBuilder
+from stepsight.dataset.graph.program import Program, ProgramBuilder
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.hardware.hardware import find_fabric
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec

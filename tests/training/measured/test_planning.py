@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.base.errors import CollectError, TraceError
-from stepsight.dataset.graph.program import Program
-from stepsight.dataset.graph.program_builder import ProgramBuilder
+from stepsight.dataset.graph.program import Program, ProgramBuilder
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.hardware.hardware import Hardware, alpha_beta_seconds, find_fabric
 from stepsight.dataset.harness.plan import check_plan

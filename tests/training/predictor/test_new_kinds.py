@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.base.errors import JobError, PredictorError
-from stepsight.dataset.graph.program_builder import ProgramBuilder
+from stepsight.dataset.graph.program import ProgramBuilder
 from stepsight.dataset.hardware.hardware import find_fabric
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS, CollectiveKind, OpKind
