@@ -43,7 +43,7 @@ from stepsight.simulator.iteration.lower_bounds import (
     stage_times,
     traffic,
 )
-from stepsight.simulator.iteration.simulated_iteration import other_latency
+from stepsight.simulator.iteration.simulate import other_latency
 from stepsight.simulator.memory.peaks import states_of
 from stepsight.simulator.programs.sizes import groups_of, rank_shape
 from stepsight.training.prediction.prediction import Prediction

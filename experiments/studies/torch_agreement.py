@@ -38,7 +38,8 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective
 from stepsight.experiments.reports.text_table import Column, table_of
 from stepsight.experiments.studies.study import Row, Study, cases, figures_text
-from stepsight.simulator.iteration.simulate import segment_flops, simulate
+from stepsight.simulator.iteration.breakdown import segment_flops
+from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.memory import estimate_memory
 from stepsight.simulator.programs.lower import Lowered
 from stepsight.simulator.replay.captured_step import time_captured

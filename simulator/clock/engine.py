@@ -1,7 +1,6 @@
 """Longest paths through static graphs in issue order, and through segments' events from each clock of a stage to each.
 
-Beside every time may run its *outside*, as in ``kernel``.  Ties are broken towards the dependency that is listed first,
-so results never depend on chance.
+Ties are broken towards the dependency that is listed first, so results never depend on chance.
 """
 
 from __future__ import annotations
@@ -78,44 +77,6 @@ def delayed_paths(graph: DelayedGraph, seconds: Floats, ready: Floats, ends: Flo
 
 
 @compiled
-def find_ends(
-    clock: NDArray[np.int8],
-    blocks: NDArray[np.bool_],
-    joined: bool,
-    finish: Floats,
-    transition: Floats,
-    last: NDArray[np.int64],
-) -> None:
-    """Longest path through a program, from each clock to each clock.
-
-    Args:
-        clock: Of each node's stream, shape ``(n,)``.
-        blocks: Whether the computation waits for each node, same shape.
-        joined: Whether all clocks end together, with the last node of all.
-        finish: Longest path from each clock to the end of each node, shape ``(num_starts, n)``; a start beyond the
-            clocks of streams is the host.
-        transition: All ``-inf``; filled where a path leads, 0 from a stream that nothing is on to itself; shape
-            ``(num_clocks, num_starts)``: to clock, from clock.
-        last: All -1; filled with the node where each path ends; same shape.
-    """
-    num_clocks = len(transition)
-    for to in range(num_clocks):
-        nothing = True
-        for node in range(len(clock)):
-            if clock[node] == to:
-                nothing = False
-            if joined or clock[node] == to or (to == 0 and blocks[node]):
-                for start in range(len(finish)):
-                    if finish[start, node] > transition[to, start]:
-                        transition[to, start] = finish[start, node]
-                        last[to, start] = node
-        if nothing:
-            for end in range(num_clocks):
-                if end == to or joined:
-                    transition[end, to] = max(transition[end, to], 0.0)
-
-
-@compiled
 def add_path(critical: Ints, node: int, work: Ints, amount: Floats, weight: float, counts: Floats) -> None:
     """Walk back from a node and add ``weight * amount`` of every node on its critical path to ``counts[work]``."""
     while node >= 0:
@@ -172,223 +133,147 @@ class StreamSeconds(NamedTuple):
     passages: Floats  # of each passage by stream, shape (num_passages, num_streams)
     node_stream: NDArray[np.int8]  # stream of each node of all passages
     # added to: seconds of what is run by stream, and last those that the computation waits for the host if nothing else
-    # is under way at the start; shape (num_streams + 1,)
+    # is under way at the start; shape (num_streams + 1,), or (0,) if it is not wanted
     totals: Floats
 
 
 NO_STREAMS = StreamSeconds(np.empty((0, 0)), np.empty(0, dtype=np.int8), np.empty(0))
 
 
-class OutsideEvents(NamedTuple):
-    """The parts of times that are spent in work outside the measured range: of ``BlockPassTable.paths`` and ``nodes``,
-    of ``SegmentList.sent``, and of the ends of ``run_events``, which are filled.
-    """
-
-    paths: Floats
-    nodes: Floats
-    sent: Floats
-    ends: Floats
-
-
-# The state of a walk over the events of a segment, from all starts at once: the clocks, shape ``(num_starts, HOST +
-# 1)``; the end of each sent event, shape ``(num_events, num_starts)``; the parts outside of both.
-_Clocks = tuple[Floats, Floats, Floats, Floats]
-
-
 @compiled
-def run_events(
-    segments: SegmentList, passages: BlockPassTable, streams: StreamSeconds, outside: OutsideEvents | None, ends: Floats
-) -> None:
+def run_events(segments: SegmentList, passages: BlockPassTable, streams: StreamSeconds, ends: Floats) -> None:
     """Find the longest paths through segments' events from each of the starts to each clock.
 
     Args:
         segments: Which segments.
         passages: What they run.
-        streams: Added to; arrays of length 0 if not wanted.
-        outside: Filled, if wanted.
+        streams: Added to.
         ends: Filled: the clocks at the end of each segment from each of the first starts of ``STARTS``; ``-inf``
             where none leads; shape ``(num_segments, num_starts, HOST + 1)``.
     """
     longest, starts = 0, ends.shape[1]
     for at in range(len(ends)):
         longest = max(longest, segments.places[at, 1] - segments.places[at, 0])
-    finish, finish_outside = np.empty((longest, starts)), np.empty((longest, starts))
-    now_outside = np.empty((starts, HOST + 1))
+    finish = np.empty((longest, starts))  # of each sent event
     for at in range(len(ends)):
         now = ends[at]
-        if outside is not None:
-            now_outside = outside.ends[at]
         for start in range(starts):
             for clock in range(HOST + 1):
-                now[start, clock], now_outside[start, clock] = STARTS[start, clock], 0.0
-        _run_segment(segments, at, passages, (now, finish, now_outside, finish_outside), streams, outside)
-        if segments.places[at, 4] != 0:
-            _join(now, now_outside)
-
-
-def _join(now: Floats, now_outside: Floats) -> None:
-    """Let all streams' clocks end together, with the last of them."""
-    for start in range(len(now)):
-        last = 0
-        for clock in range(1, NUM_CLOCKS):
-            if now[start, clock] > now[start, last]:
-                last = clock
-        for clock in range(NUM_CLOCKS):
-            now[start, clock], now_outside[start, clock] = now[start, last], now_outside[start, last]
+                now[start, clock] = STARTS[start, clock]
+        _run_segment(segments, at, passages, streams, now, finish)
+        if segments.places[at, 4] != 0:  # all streams' clocks end together, with the last of them
+            for start in range(starts):
+                last = max(now[start, 0], now[start, 1], now[start, 2])
+                now[start, 0], now[start, 1], now[start, 2] = last, last, last
 
 
 def _run_segment(
-    segments: SegmentList,
-    at: int,
-    passages: BlockPassTable,
-    clocks: _Clocks,
-    streams: StreamSeconds,
-    outside: OutsideEvents | None,
+    segments: SegmentList, at: int, passages: BlockPassTable, streams: StreamSeconds, now: Floats, finish: Floats
 ) -> None:
-    events, sent, launches, share = segments.events, segments.sent, segments.launches, segments.compute_share[at]
+    """Run the events of a segment from all starts at once.
+
+    ``now``: the clocks, shape ``(num_starts, HOST + 1)``; ``finish``: the end of each sent event, shape ``(num_events,
+    num_starts)``.
+    """
+    events, sent, share = segments.events, segments.sent, segments.compute_share[at]
     begin, first_passage, first_sent = segments.places[at, 0], segments.places[at, 2], segments.places[at, 3]
-    now, finish, now_outside, finish_outside = clocks
-    starts = len(now)
-    pending, pending_outside, newest = 0.0, 0.0, -1  # time that the next run loses to messages sent since the last
+    pending, newest = 0.0, -1  # time that the next run loses to messages sent since the last
     for row in range(begin, segments.places[at, 1]):
         event = row - begin
         kind, what = events[row, KIND], events[row, WHAT]
         if kind == RUN:
-            for start in range(starts):
+            for start in range(len(now)):
                 now[start, 0] += pending
-                if outside is not None:
-                    now_outside[start, 0] += pending_outside
-            pending, pending_outside, newest = 0.0, 0.0, event
+            pending, newest = 0.0, event
             passage = segments.passage[first_passage + what]
             first, last, node = events[row, FIRST], events[row, LAST], passages.bounds[passage]
             if last - first == passages.bounds[passage + 1] - node:
-                _run_whole((passage, events[row, TIMES]), passages.paths, (now, now_outside), streams, outside)
+                _run_whole(passage, events[row, TIMES], passages.paths, now, streams)
             else:
-                _run_nodes((node + first, node + last), passages, (now, now_outside), streams, outside)
+                _run_nodes((node + first, node + last), passages, now, streams)
         elif kind == WAIT:
-            for start in range(starts):
-                if finish[what, start] > now[start, 0]:
-                    now[start, 0] = finish[what, start]
-                    if outside is not None:
-                        now_outside[start, 0] = finish_outside[what, start]
+            for start in range(len(now)):
+                now[start, 0] = max(now[start, 0], finish[what, start])
             if what > newest and events[begin + what, KIND] == SEND and events[begin + what, EARLY] != ON_HOST:
-                work = first_sent + events[begin + what, WHAT]
-                pending -= share * sent[work]
-                if outside is not None:
-                    pending_outside -= share * outside.sent[work]
+                pending -= share * sent[first_sent + events[begin + what, WHAT]]
         else:
-            work, far = first_sent + what, 0.0
-            if outside is not None:
-                far = outside.sent[work]
-            _send(events[row], event, (launches[work], sent[work], far), clocks)
+            work = first_sent + what
+            _send(events[row], event, (segments.launches[work], sent[work]), now, finish)
             if kind == SEND and events[row, EARLY] != ON_HOST:
                 pending += share * sent[work]
-                pending_outside += share * far
             elif kind != SEND:
-                for start in range(starts):
-                    now[start, 0], now_outside[start, 0] = finish[event, start], finish_outside[event, start]
+                for start in range(len(now)):
+                    now[start, 0] = finish[event, start]
 
 
-def _run_whole(
-    what: tuple[int, int],
-    paths: Floats,
-    clocks: tuple[Floats, Floats],
-    streams: StreamSeconds,
-    outside: OutsideEvents | None,
-) -> None:
-    """Run a whole passage a number of times; ``clocks``: as ``_Clocks.now`` and ``now_outside``."""
-    (passage, times), (now, now_outside) = what, clocks
+def _run_whole(passage: int, times: int, paths: Floats, now: Floats, streams: StreamSeconds) -> None:
+    """Run a whole passage a number of times."""
     own, from_host, of_host = paths[passage, COMPUTATION], paths[passage, FROM_HOST], paths[passage, OF_HOST]
     for start in range(len(now)):
         if now[start, 0] == -np.inf and now[start, HOST] == -np.inf:  # nothing has reached the computation yet
             continue
         end = now[start, 0] + times * own
         launched = now[start, HOST] + from_host + (times - 1) * max(own, of_host)
-        by_host = launched > end
-        now[start, 0] = launched if by_host else end
+        now[start, 0] = max(end, launched)
         now[start, HOST] += times * of_host
         if start == 0 and len(streams.totals) > 0:
             for stream in range(streams.passages.shape[1]):
                 streams.totals[stream] += times * streams.passages[passage, stream]
-            if by_host:
+            if launched > end:
                 streams.totals[-1] += launched - end
-        if outside is not None:
-            more = outside.paths[passage, COMPUTATION]
-            if by_host:
-                now_outside[start, 0] = now_outside[start, HOST] + outside.paths[passage, FROM_HOST]
-                if own >= of_host:
-                    now_outside[start, 0] += (times - 1) * more
-            else:
-                now_outside[start, 0] += times * more
 
 
-def _run_nodes(
-    span: tuple[int, int],
-    passages: BlockPassTable,
-    clocks: tuple[Floats, Floats],
-    streams: StreamSeconds,
-    outside: OutsideEvents | None,
-) -> None:
-    """Run some nodes of a passage, one after the other; ``clocks``: as in ``_run_whole``."""
-    now, now_outside = clocks
-    nodes, launches, counts = passages.nodes, passages.launches, len(streams.totals) > 0
+def _run_nodes(span: tuple[int, int], passages: BlockPassTable, now: Floats, streams: StreamSeconds) -> None:
+    """Run some nodes of a passage, one after the other."""
+    nodes, launches = passages.nodes, passages.launches
     for start in range(len(now)):
         clock, host = now[start, 0], now[start, HOST]
         if clock == -np.inf and host == -np.inf:  # nothing has reached the computation yet
             continue
+        counts = start == 0 and len(streams.totals) > 0
         for node in range(span[0], span[1]):
-            waited = 0.0
             if launches[node] > 0.0:
                 host += launches[node]
                 if host > clock:
-                    waited = host - clock
+                    if counts:
+                        streams.totals[-1] += host - clock
                     clock = host
-                    if outside is not None:
-                        now_outside[start, 0] = now_outside[start, HOST]
             clock += nodes[node]
-            if start == 0 and counts:
+            if counts:
                 streams.totals[streams.node_stream[node]] += nodes[node]
-                streams.totals[-1] += waited
-            if outside is not None:
-                now_outside[start, 0] += outside.nodes[node]
         now[start, 0], now[start, HOST] = clock, host
 
 
-def _send(event: Ints, number: int, seconds: tuple[float, float, float], clocks: _Clocks) -> None:
+def _send(event: Ints, number: int, seconds: tuple[float, float], now: Floats, finish: Floats) -> None:
     """Run a collective on its own clock; it starts when the computation reaches it, or earlier if it is marked early.
 
-    ``seconds``: what the host takes to launch it, what it takes, and the part of that outside of what was measured.
+    ``seconds``: what the host takes to launch it, and what it takes.
     """
-    now, finish, now_outside, finish_outside = clocks
-    launch, length, far = seconds
+    launch, length = seconds
     clock, sends, follows = event[CLOCK], event[KIND] == SEND, event[FOLLOWS]
     for start in range(len(now)):
         now[start, HOST] += launch
-        last = clock
+        begin = now[start, clock]
         if not sends or event[EARLY] != 1:
-            if now[start, 0] > now[start, last]:
-                last = 0
-            if launch > 0.0 and now[start, HOST] > now[start, last]:
-                last = HOST
-        begin, part = now[start, last], now_outside[start, last]
-        if sends and follows >= 0 and finish[follows, start] > begin:
-            begin, part = finish[follows, start], finish_outside[follows, start]
+            begin = max(begin, now[start, 0])
+            if launch > 0.0:
+                begin = max(begin, now[start, HOST])
+        if sends and follows >= 0:
+            begin = max(begin, finish[follows, start])
         now[start, clock] = finish[number, start] = begin + length
-        now_outside[start, clock] = finish_outside[number, start] = part + far
 
 
-def to_from(ends: Floats, *, carried: bool, nothing: float = -np.inf) -> Floats:
+def to_from(ends: Floats, *, carried: bool) -> Floats:
     """Longest paths from each clock to each, shape ``(..., K, K)``, from the ends that ``run_events`` filled in.
 
     ``carried``: whether the host is a clock of its own, the last; otherwise it starts with the computation.
-    ``nothing``: the value where no path leads.
     """
     if carried and ends.shape[-2] == len(STARTS):
         return ends[..., _EACH_ALONE, :].swapaxes(-1, -2)
     paths = ends[..., :NUM_CLOCKS, :NUM_CLOCKS].swapaxes(-1, -2)
     if not carried:
         return paths
-    beside = np.full((*ends.shape[:-2], HOST + 1, HOST + 1), nothing)  # nothing is launched, so the host is idle
+    beside = np.full((*ends.shape[:-2], HOST + 1, HOST + 1), -np.inf)  # nothing is launched, so the host is idle
     beside[..., :NUM_CLOCKS, :NUM_CLOCKS] = paths
     beside[..., HOST, HOST] = 0.0
     return beside

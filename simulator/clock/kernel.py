@@ -11,9 +11,6 @@ three rules (``advance``):
 
 The full run (``run_entries``), the runs that skip what repeats (``run_periods``) and the stand-in's run all call
 ``advance``.  The derivative (``trace_path``) follows the causes that a full run has logged, so it repeats no rule.
-
-Beside every time may run its *outside*: the part of it, in seconds, that comes from work outside of what was measured.
-It follows the longest path, so it is the derivative of the time by the durations of that work, times these.
 """
 
 from __future__ import annotations
@@ -56,23 +53,6 @@ def at_rest(num_ranks: int, num_messages: int, num_clocks: int, period: int) -> 
     """The initial state of a run; ``period`` is the number of entries of a period, 0 if nothing repeats."""
     shape = (num_ranks, num_clocks)
     return State(np.zeros(shape), np.empty((num_messages, 2)), np.empty((2, period)), np.empty(shape))
-
-
-class Outside(NamedTuple):
-    """The parts of ``Durations`` and of a run's state that are spent in work outside the measured range."""
-
-    transition: Floats
-    message: Floats
-    state: State
-
-
-class RunDurations(NamedTuple):
-    """Durations of entries in many runs, or the parts of them outside the measured range: fields of ``Durations`` with
-    a leading axis of runs.
-    """
-
-    transition: Floats
-    message: Floats
 
 
 class Log(NamedTuple):
@@ -123,147 +103,100 @@ Span = tuple[int, int, int]  # see ``advance``
 APART = -1  # replaces 0 or 1: the turn of a period; its entries are part of none
 
 
-def advance(
-    entries: Entries, durations: Durations, state: State, log: Log | None, outside: Outside | None, span: Span
-) -> None:
+def advance(entries: Entries, durations: Durations, state: State, log: Log | None, span: Span) -> None:
     """Process a range of entries: all rules of the clock.
 
     Args:
         entries, durations: What happens.
         state: Where the run is; moved on.
         log: Filled, if there is one.
-        outside: Moved on beside the state, if it is wanted.
         span: The first entry; the one behind the last; the row of ``State.after`` that is filled, or ``APART``.
     """
     ops, ranks, items, sides = entries
     segment_of, transition, message_seconds, host, numbers = durations
     clocks, posted, after, _ = state
     begin, end, turn = span
-    num_clocks = len(numbers)
-    start, brought = np.zeros(num_clocks), np.zeros(num_clocks)
-    if outside is not None:  # taken apart once: numba counts references wherever a field is read
-        far_transition, far_message, (far_clocks, far_posted, far_after, _) = outside
+    start = np.zeros(len(numbers))
     for entry in range(begin, end):
         op, rank, at = ops[entry], ranks[entry], items[entry]
         if op != WAIT:
             clocks[rank, 0] += host[rank, op]
         if op == COMPUTE:
-            for clock in range(num_clocks):
+            for clock in range(len(numbers)):
                 start[clock] = clocks[rank, clock]
-                if outside is not None:
-                    brought[clock] = far_clocks[rank, clock]
-            for to in range(num_clocks):
+            for to in range(len(numbers)):
                 latest, cause = -np.inf, 0
-                for clock in range(num_clocks):
+                for clock in range(len(numbers)):
                     path = start[clock] + transition[segment_of[at], to, clock]
                     if path > latest:
                         latest, cause = path, clock
                 clocks[rank, to] = latest
                 if log is not None:
                     log.start[at, to], log.finish[at, to], log.cause[at, to] = start[to], latest, cause
-                if outside is not None:
-                    far_clocks[rank, to] = brought[cause] + far_transition[segment_of[at], to, cause]
         elif op == WAIT:
             late = 1 if posted[at, 1] > posted[at, 0] else 0
-            begins = posted[at, late]
-            passed = begins + message_seconds[at]
+            passed = posted[at, late] + message_seconds[at]
             holds = passed > clocks[rank, 0]
             if holds:
                 clocks[rank, 0] = passed
-                if outside is not None:
-                    far_clocks[rank, 0] = far_posted[at, late] + far_message[at]
             if log is not None:
-                log.message_start[at], log.message_finish[at] = begins, passed
+                log.message_start[at], log.message_finish[at] = posted[at, late], passed
                 log.late[at], log.held[at, sides[entry]] = late, holds
         else:
             posted[at, sides[entry]] = clocks[rank, 0]
-            if outside is not None:
-                far_posted[at, sides[entry]] = far_clocks[rank, 0]
         if turn != APART:
             after[turn, entry - begin] = clocks[rank, 0]
-            if outside is not None:
-                far_after[turn, entry - begin] = far_clocks[rank, 0]
 
 
 run_entries = compiled(advance)
 
 
 @compiled
-def run_periods(
-    entries: Entries, durations: Durations, clocks: tuple[Floats, Floats], outside: RunDurations | None, steady: Steady
-) -> None:
+def run_periods(entries: Entries, durations: Durations, clocks: Floats, steady: Steady) -> None:
     """Process all entries of several runs that differ only in durations; skip periods that repeat the one before.
-
-    Args:
-        entries: What happens.
-        durations: What it takes; ``transition`` and ``message`` have a first axis of runs.
-        clocks: Of each rank in each run, and the parts of these outside the measured range; 0 at the start, shape
-            ``(num_runs, num_ranks, K)``; filled.
-        outside: The parts of durations outside the measured range, if they are wanted.
-        steady: What repeats.
-    """
-    segment, transition, message, host, numbers = durations
-    state = at_rest(len(host), message.shape[1], len(numbers), steady.length)
-    parts = at_rest(len(host), message.shape[1] if outside is not None else 0, len(numbers), steady.length)
-    for run in range(len(message)):
-        own = None
-        if outside is not None:
-            of_clocks = State(clocks[1][run], parts.posted, parts.after, parts.before)
-            own = Outside(outside.transition[run], outside.message[run], of_clocks)
-        takes = Durations(segment, transition[run], message[run], host, numbers)
-        _run_periods(entries, takes, State(clocks[0][run], state.posted, state.after, state.before), own, steady)
-
-
-def _run_periods(entries: Entries, durations: Durations, state: State, outside: Outside | None, steady: Steady) -> None:
-    """Process all entries of one run; skip periods that repeat the one before.
 
     Once all clocks and all posts move on by the same time from one period to the next, they do so until the pattern
     ends (the state of a max-plus system decides its future), and the rest of the periods is skipped.  A host that
     moves on by less is never waited for again.
+
+    Args:
+        entries: What happens.
+        durations: What it takes; ``transition`` and ``message`` have a first axis of runs.
+        clocks: Of each rank in each run; 0 at the start, shape ``(num_runs, num_ranks, K)``; filled.
+        steady: What repeats.
     """
-    period, alike = -1, 0  # -1 before the first period
-    while period <= steady.periods:
-        begin, end, turn = steady.first + period * steady.length, len(entries.op), APART
-        if 0 <= period < steady.periods:
-            end, turn = begin + steady.length, period % 2
-        elif period < 0:
-            begin, end = 0, steady.first
-        advance(entries, durations, state, None, outside, (begin, end, turn))
-        period += 1
-        if turn == APART:
-            continue
-        alike = alike + 1 if period > 1 and _moves_on(state, outside, turn) else 0
-        if alike > steady.lag and period < steady.periods:
-            _skip(entries, state, steady, period)
-            if outside is not None:
-                _skip(entries, outside.state, steady, period)
-            period = steady.periods
-        _note_clocks(state)
-        if outside is not None:
-            _note_clocks(outside.state)
+    segment, transition, message, host, numbers = durations
+    scratch = at_rest(len(host), message.shape[1], len(numbers), steady.length)
+    for run in range(len(message)):
+        takes = Durations(segment, transition[run], message[run], host, numbers)
+        state = State(clocks[run], scratch.posted, scratch.after, scratch.before)
+        period, alike = -1, 0  # -1 before the first period
+        while period <= steady.periods:
+            begin, end, turn = steady.first + period * steady.length, len(entries.op), APART
+            if 0 <= period < steady.periods:
+                end, turn = begin + steady.length, period % 2
+            elif period < 0:
+                begin, end = 0, steady.first
+            advance(entries, takes, state, None, (begin, end, turn))
+            period += 1
+            if turn == APART:
+                continue
+            alike = alike + 1 if period > 1 and _moves_on(state, turn) else 0
+            if alike > steady.lag and period < steady.periods:
+                _skip(entries, state, steady, period)
+                period = steady.periods
+            for rank in range(len(host)):
+                for clock in range(len(numbers)):
+                    state.before[rank, clock] = state.clocks[rank, clock]
 
 
-def _note_clocks(state: State) -> None:
-    for rank in range(len(state.clocks)):
-        for clock in range(state.clocks.shape[1]):
-            state.before[rank, clock] = state.clocks[rank, clock]
-
-
-def _moves_on(state: State, outside: Outside | None, turn: int) -> bool:
+def _moves_on(state: State, turn: int) -> bool:
     """Whether clock 0 advanced by the same time after every entry, and no other clock or host advanced more."""
     clocks, before, after = state.clocks, state.before, state.after
     shift = after[turn, 0] - after[1 - turn, 0]
     for place in range(after.shape[1]):
-        tolerance = TOLERANCE * after[turn, place]
-        if not abs(after[turn, place] - after[1 - turn, place] - shift) <= tolerance:
+        if not abs(after[turn, place] - after[1 - turn, place] - shift) <= TOLERANCE * after[turn, place]:
             return False
-        if outside is not None:
-            parts = outside.state.after
-            if (
-                not abs(parts[turn, place] - parts[1 - turn, place] - (parts[turn, 0] - parts[1 - turn, 0]))
-                <= tolerance
-            ):
-                return False
     for rank in range(len(clocks)):
         for clock in range(1, clocks.shape[1]):
             if clock == HOST:

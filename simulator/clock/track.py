@@ -19,7 +19,6 @@ from stepsight.simulator.clock.kernel import (
     APART,
     Durations,
     Log,
-    RunDurations,
     Steady,
     Uses,
     at_rest,
@@ -209,60 +208,41 @@ class TrackRun:
 
 
 def run_track(
-    track: Track,
-    segment: Ints,
-    transition: Floats,
-    message_seconds: Floats,
-    host_action_s: float = 0.0,
-    host_message_s: float = 0.0,
+    track: Track, segment: Ints, transition: Floats, message_seconds: Floats, host: tuple[float, float] = (0.0, 0.0)
 ) -> TrackRun:
-    """Run all entries of a track; arguments as in ``Durations``, the host's for all stages."""
+    """Run all entries of a track; arguments as in ``track_clocks``."""
     state = at_rest(track.num_stages, track.num_messages, transition.shape[1], 0)
     log = new_log(track.num_actions, track.num_messages, transition.shape[1])
-    durations = _durations(track, segment, transition, message_seconds, (host_action_s, host_message_s))
-    run_entries(track.unsigned, durations, state, log, None, (0, len(track.entries.op), APART))
+    durations = _durations(track, segment, transition, message_seconds, host)
+    run_entries(track.unsigned, durations, state, log, (0, len(track.entries.op), APART))
     return TrackRun(track, segment, transition, state.clocks, state.posted, log)
 
 
 def track_clocks(
-    track: Track,
-    segment: Ints,
-    transition: Floats,
-    message_seconds: Floats,
-    host_action_s: float = 0.0,
-    host_message_s: float = 0.0,
+    track: Track, segment: Ints, transition: Floats, message_seconds: Floats, host: tuple[float, float] = (0.0, 0.0)
 ) -> Floats:
-    """``run_track(...).clocks`` up to rounding, shape ``(num_stages, K)``; skips what repeats."""
-    takes = RunDurations(transition[None], message_seconds[None])
-    clocks: Floats = many_clocks(track, segment, takes, None, (host_action_s, host_message_s))[0][0]
-    return clocks
-
-
-def many_clocks(
-    track: Track, segment: Ints, takes: RunDurations, far: RunDurations | None, host: tuple[float, float]
-) -> tuple[Floats, Floats | None]:
-    """The clocks at the end of many runs, each equal to ``track_clocks``.
+    """The clocks at the end of one run or of several, as in ``TrackRun`` up to rounding; skips what repeats.
 
     Args:
         track: What ranks do in every run.
         segment: Of each action, shape ``(num_actions,)``.
-        takes: What the entries take.
-        far: The parts of that outside of what was measured, if these are wanted.
+        transition, message_seconds: As in ``Durations``; of several runs with a leading axis.
         host: What the host takes before each action, and to post a side of a message.
 
     Returns:
-        The clocks, shape ``(num_runs, num_stages, K)``; and the parts of them outside of what was measured.
+        The clocks, shape ``(num_stages, K)``; of several runs with a leading axis.
     """
-    durations = _durations(track, segment, takes.transition, takes.message, host)
-    clocks, of_clocks = np.zeros((2, len(takes.message), track.num_stages, takes.transition.shape[-1]))
-    run_periods(track.unsigned, durations, (clocks, of_clocks), far, steady_state(track))
-    return clocks, None if far is None else of_clocks
+    one = transition.ndim == 3
+    many = (transition[None], message_seconds[None]) if one else (transition, message_seconds)
+    clocks = np.zeros((len(many[0]), track.num_stages, transition.shape[-1]))
+    run_periods(track.unsigned, _durations(track, segment, *many, host), clocks, steady_state(track))
+    return clocks[0] if one else clocks
 
 
 def end_clocks(entries: Entries, durations: Durations) -> Floats:
     """The clocks of all ranks after some of the entries, shape ``(num_ranks, K)``."""
     state = at_rest(len(durations.host), len(durations.message), len(durations.clocks), 0)
-    run_entries(entries.unsigned(), durations, state, None, None, (0, len(entries.op), APART))
+    run_entries(entries.unsigned(), durations, state, None, (0, len(entries.op), APART))
     return state.clocks
 
 

@@ -25,7 +25,6 @@ from stepsight.simulator.clock.engine import (
     SegmentList,
     StreamSeconds,
     add_path,
-    find_ends,
     longest_paths,
     run_events,
     to_from,
@@ -34,8 +33,6 @@ from stepsight.simulator.durations.latency_model import LatencyModel, launch_cal
 from stepsight.simulator.programs.block_pass import STREAMS, BlockPass, Work
 from stepsight.simulator.programs.segment import Segment
 
-# Passages as ``run_events`` takes them: timed; the row of each; seconds of each by stream; the stream of each node.
-_Table = tuple[BlockPassTable, NDArray[np.int64], Floats, NDArray[np.int8]]
 _TIMER = "_timer"  # attribute of a latency model
 MAX_WORKS, MAX_PASSAGES, MAX_SEGMENTS, MAX_OP_TIMES = 100_000, 20_000, 10_000, 2_000  # set by a timer on the model
 
@@ -106,7 +103,6 @@ class Timer:
         self._works: Memo[Work, float] = Memo("timer: works", MAX_WORKS)
         self._passages: Memo[tuple[BlockPass, Slowdown], BlockPassTime] = Memo("timer: passages", MAX_PASSAGES)
         self._segments: Memo[tuple[Segment, Slowdown], SegmentTime] = Memo("timer: segments", MAX_SEGMENTS)
-        self._tables: Memo[tuple[tuple[BlockPass, ...], Slowdown], _Table] = Memo("timer: tables", MAX_SEGMENTS)
         self._ops: Memo[tuple[Segment, Slowdown, bool], OpTimes] = Memo("timer: op times", MAX_OP_TIMES)
 
     def but(self, known: Mapping[Work, float]) -> Timer:
@@ -191,34 +187,59 @@ class Timer:
         return known
 
     def _by_events(self, segment: Segment, slowdown: Slowdown) -> SegmentTime:
-        passages, rows, by_stream, node_stream = self._table(segment.passages, slowdown)
-        listed = SegmentList(
-            segment.events,
-            np.array([[0, len(segment.events), 0, 0, segment.joined]], dtype=np.int64),
-            rows,
-            self.work_seconds(segment.sent) * _across(segment.sent, slowdown.data),
-            self.launch_seconds(segment.sent),
-            np.array([segment.compute_share], dtype=np.float64),
-        )
-        ends, totals = self.new_ends(1, carried=True), np.zeros(len(STREAMS) + 1)
-        run_events(listed, passages, StreamSeconds(by_stream, node_stream, totals), None, ends)
-        transition, carried = to_from(ends[0], carried=False), to_from(ends[0], carried=True)
+        totals = np.zeros(len(STREAMS) + 1)
+        ends = self._ends([segment], slowdown, totals, carried=True)[0]
+        transition, carried = to_from(ends, carried=False), to_from(ends, carried=True)
         return SegmentTime(transition, carried, totals[:-1], float(totals[-1]))
 
-    def new_ends(self, num_segments: int, *, carried: bool) -> Floats:
-        """An empty array for ``run_events`` to fill; ``carried``: whether the host has its own clock."""
-        return np.empty((num_segments, len(STARTS) if carried and self._hardware.has_host else NUM_CLOCKS, HOST + 1))
+    def many_paths(self, segments: Sequence[Segment], *, carried: bool) -> Floats:
+        """``paths`` of thousands of distinct segments at once, shape ``(num_segments, K, K)``."""
+        ends = self._ends(segments, AS_IT_IS, np.empty(0), carried=carried)
+        return np.ascontiguousarray(to_from(ends, carried=carried))
 
-    def _table(self, passages: tuple[BlockPass, ...], slowdown: Slowdown) -> _Table:
-        """Some passages as input of ``run_events``; segments often share them."""
-        known = self._tables.get((passages, slowdown))
-        if known is None:
-            times = [self.passage(passage, slowdown) for passage in passages]
-            by_stream = np.array([time.by_stream for time in times], dtype=np.float64).reshape(-1, len(STREAMS))
-            node_stream = np.concatenate([np.zeros(0, dtype=np.int8), *(passage.category for passage in passages)])
-            known = block_pass_table(times), np.arange(len(times)), by_stream, node_stream
-            self._tables[passages, slowdown] = known
-        return known
+    def _ends(self, segments: Sequence[Segment], slowdown: Slowdown, totals: Floats, *, carried: bool) -> Floats:
+        """The ends of some segments, as ``run_events`` fills them in; ``totals``: see ``StreamSeconds``."""
+        passages = dict.fromkeys([passage for segment in segments for passage in segment.passages])
+        times = [self.passage(passage, slowdown) for passage in passages]
+        none = np.zeros(0)
+        table = BlockPassTable(
+            paths=np.array([time.paths for time in times], dtype=np.float64).reshape(-1, 3),
+            nodes=np.concatenate([none, *(time.seconds for time in times)]),
+            launches=np.concatenate([none, *(time.launches for time in times)]),
+            bounds=np.cumsum([0, *(len(time.seconds) for time in times)]),
+        )
+        streams = StreamSeconds(
+            np.array([time.by_stream for time in times], dtype=np.float64).reshape(-1, len(STREAMS)),
+            np.concatenate([np.zeros(0, dtype=np.int8), *(passage.category for passage in passages)]),
+            totals,
+        )
+        plans: dict[int, tuple[int, int]] = {}  # begin and end by identity: segments of one plan share their events
+        tables, length, before, places = [], 0, (0, 0), []
+        for segment in segments:
+            if id(segment.events) not in plans:
+                plans[id(segment.events)] = length, length + len(segment.events)
+                length += len(segment.events)
+                tables.append(segment.events)
+            places.append((*plans[id(segment.events)], *before, segment.joined))
+            before = before[0] + len(segment.passages), before[1] + len(segment.sent)
+        row = {passage: at for at, passage in enumerate(passages)}
+        uses = [work for segment in segments for work in segment.sent]
+        sent = {id(work): work for work in uses}  # there are few of them, and identities are faster to hash
+        number = {key: at for at, key in enumerate(sent)}
+        of_segments = np.array([number[id(work)] for work in uses], dtype=np.int64)
+        works = list(sent.values())
+        listed = SegmentList(
+            np.concatenate(tables),
+            np.array(places, dtype=np.int64),
+            np.array([row[passage] for segment in segments for passage in segment.passages], dtype=np.int64),
+            (self.work_seconds(works) * _across(works, slowdown.data))[of_segments],
+            self.launch_seconds(works)[of_segments],
+            np.array([segment.compute_share for segment in segments], dtype=np.float64),
+        )
+        starts = len(STARTS) if carried and self._hardware.has_host else NUM_CLOCKS
+        ends = np.empty((len(segments), starts, HOST + 1))
+        run_events(listed, table, streams, ends)
+        return ends
 
     def _in_context(self, segment: Segment, slowdown: Slowdown) -> SegmentTime:
         times, count = self.ops(segment, slowdown, carried=True), len(STREAMS)
@@ -228,16 +249,6 @@ class Timer:
         by_stream = _sums(segment.graph.stream, times.seconds, count + 1)[:count]
         host = float(transition[0, 0] - carried[0, 0]) if self._hardware.has_host else 0.0
         return SegmentTime(transition, carried, by_stream, host)
-
-
-def block_pass_table(times: Sequence[BlockPassTime]) -> BlockPassTable:
-    """Timed passages as input of the clock."""
-    return BlockPassTable(
-        paths=np.array([time.paths for time in times], dtype=np.float64).reshape(-1, 3),
-        nodes=np.concatenate([np.zeros(0), *(time.seconds for time in times)]),
-        launches=np.concatenate([np.zeros(0), *(time.launches for time in times)]),
-        bounds=np.cumsum([0, *(len(time.seconds) for time in times)]),
-    )
 
 
 def _across(works: Sequence[Work], factor: float) -> Floats:
@@ -309,9 +320,15 @@ def time_ops(segment: Segment, seconds: Floats, launches: Floats, *, carried: bo
         elif graph.first[clock] >= 0:
             ready[graph.first[clock]] = 0.0
         longest_paths(seconds, graph.pointer, graph.before, ready, finish[clock], critical[clock])
-    transition = np.full((starts, starts), -np.inf)
-    last = np.full((starts, starts), -1)
-    find_ends(graph.clock, graph.blocks, segment.joined, finish, transition[:NUM_CLOCKS], last[:NUM_CLOCKS])
+    transition, last = np.full((starts, starts), -np.inf), np.full((starts, starts), -1)
+    for to in range(NUM_CLOCKS):
+        there = np.flatnonzero(segment.joined | (graph.clock == to) | (graph.blocks & (to == COMPUTE)))
+        if len(there):
+            transition[to], last[to] = finish[:, there].max(axis=1), there[finish[:, there].argmax(axis=1)]
+            last[to, np.isneginf(transition[to])] = -1
+    for clock in np.flatnonzero(graph.first < 0).tolist():  # nothing is on this stream
+        ends = slice(NUM_CLOCKS) if segment.joined else clock
+        transition[ends, clock] = np.maximum(transition[ends, clock], 0.0)
     if carried:
         transition[HOST, HOST] = launches.sum()
     return OpTimes(seconds, finish, critical, transition, last)

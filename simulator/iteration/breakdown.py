@@ -1,18 +1,29 @@
-"""Seconds of an iteration by cause: of transformers by streams, of recommendation models by lookups and exchanges."""
+"""Seconds of an iteration by cause: of transformers by streams, of recommendation models by lookups and exchanges.
+
+And its FLOP: only matrix products and attention count, a multiply-add as two.  Causal attention counts the half that is
+computed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepsight.dataset.job.sharding import RankTables
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.blocks.dlrm import INDICES, SUMS, lookup_ops
-from stepsight.simulator.clock.engine import NUM_CLOCKS, Floats
+from stepsight.simulator.clock.engine import NUM_CLOCKS, RUN, Floats
 from stepsight.simulator.clock.track import through, track_clocks
-from stepsight.simulator.iteration.simulated_iteration import PipelineRun, SimulatedIteration
 from stepsight.simulator.programs.block_pass import STREAMS
+from stepsight.simulator.programs.lower import Lowered
+from stepsight.simulator.programs.segment import Segment
 from stepsight.simulator.programs.sizes import rank_shape
+from stepsight.simulator.schedules import FORWARD
+
+if TYPE_CHECKING:
+    from stepsight.simulator.iteration.simulate import PipelineRun, Simulation
 
 CATEGORIES = (
     "compute",
@@ -27,7 +38,7 @@ CATEGORIES = (
 )
 
 
-def break_down(simulation: SimulatedIteration) -> dict[str, float]:
+def break_down(simulation: Simulation) -> dict[str, float]:
     """Seconds by category, mean over stages of the slowest pipeline; see ``Simulation.breakdown``."""
     low, total, pipeline_run = simulation.lowered, simulation.iteration_time_s, simulation.slowest
     run, stages = pipeline_run.run, low.num_stages
@@ -76,7 +87,7 @@ def break_down(simulation: SimulatedIteration) -> dict[str, float]:
 _LINES = {INDICES: "index_exchange", SUMS: "all_to_all"}
 
 
-def _of_tables(simulation: SimulatedIteration, seconds: dict[str, float], tables: RankTables) -> dict[str, float]:
+def _of_tables(simulation: Simulation, seconds: dict[str, float], tables: RankTables) -> dict[str, float]:
     """The breakdown of a recommendation model: lookups of the mean rank, what the slowest one takes beyond, the dense
     part, and the two exchanges as far as the computation waits for them.
     """
@@ -89,7 +100,7 @@ def _of_tables(simulation: SimulatedIteration, seconds: dict[str, float], tables
 
 def _ends(pipeline_run: PipelineRun, transition: Floats, messages: Floats) -> Floats:
     """Clocks of a pipeline's stages at the end with other paths through segments, or other messages."""
-    return track_clocks(pipeline_run.lowered.track, pipeline_run.rows, transition, messages, *pipeline_run.host)
+    return track_clocks(pipeline_run.lowered.track, pipeline_run.rows, transition, messages, pipeline_run.host)
 
 
 def exchange_facts(breakdown: Mapping[str, float]) -> dict[str, float]:
@@ -101,3 +112,26 @@ def exchange_facts(breakdown: Mapping[str, float]) -> dict[str, float]:
     waits = sum(breakdown[name] for name in ("index_exchange", "all_to_all", "dp_communication"))
     lookups = breakdown["lookups"]
     return {"exposed_communication": waits, "imbalance": (lookups + breakdown["imbalance"]) / max(lookups, 1e-12)}
+
+
+BACKWARD_OVER_FORWARD = 2.0  # gradients of the input and of the weights
+
+
+def segment_flops(segment: Segment) -> float:
+    """FLOP of one run of a segment on one rank."""
+    total = 0.0
+    for what, first, last, times in segment.events[segment.events[:, 0] == RUN, 1:5].tolist():
+        works = [node.work for node in segment.passages[what].program.nodes[first:last]]
+        total += times * sum(work.flops for work in works if isinstance(work, Op) and work.record.bound == "compute")
+    return total
+
+
+def iteration_flops(lowered: Lowered) -> tuple[float, float]:
+    """FLOP of an iteration, needed by the model and executed (with recomputation): of one rank of each stage, summed
+    over stages.
+    """
+    flops = np.array([segment_flops(segment) for segment in lowered.segments])
+    done = float(flops[lowered.segment].sum())
+    forward = float(flops[lowered.segment[lowered.track.kind == FORWARD]].sum())
+    # If the gradient of an input is not needed (the patches of an image), the model needs less.
+    return min((1.0 + BACKWARD_OVER_FORWARD) * forward, done), done

@@ -1,4 +1,4 @@
-"""The time of one iteration (segments, the schedule over segments, the optimizer), its breakdown and sensitivity.
+"""One simulated iteration: segments, the schedule over segments, the optimizer; and what lies on its critical path.
 
 A segment is a map between the clocks of a stage, of its computation and of its replicas' traffic (see
 ``segment_timing``), so every distinct one is timed once, and the result is exactly that of the whole op-level graph.
@@ -6,63 +6,178 @@ A segment is a map between the clocks of a stage, of its computation and of its 
 Without a pipeline the host, which launches, runs ahead of its device from one segment into the next, and has a clock of
 its own.  In a pipeline it waits for messages, and starts each segment with the computation.
 
-In FLOP only matrix products and attention count, a multiply-add as two.  Causal attention counts the half that is
-computed.
+A pipeline is one replica: the tensor- and context-parallel ranks of all stages.  Ranks of such a group move in step, so
+the slowest decides for all of them.  Replicas do not wait for each other before their gradients meet, so each distinct
+one is simulated; those that share parameters or experts meet in every layer, so one stands for all of these, at the
+pace of the slowest.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from math import lcm
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from stepsight.dataset.base.errors import StepsightError
-from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.hardware.hardware import HARDWARE, Hardware
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.simulator.clock.engine import (
-    NO_STREAMS,
-    NUM_CLOCKS,
-    RUN,
-    Floats,
-    Ints,
-    OutsideEvents,
-    SegmentList,
-    add_path,
-    longest_paths,
-    run_events,
-    to_from,
-)
-from stepsight.simulator.clock.kernel import RunDurations
-from stepsight.simulator.clock.track import many_clocks, through, track_clocks
-from stepsight.simulator.durations.latency_model import LatencyModel
-from stepsight.simulator.durations.segment_timing import BlockPassTime, Timer, block_pass_table, timer_of
+from stepsight.simulator.clock.engine import HOST, NUM_CLOCKS, Floats, Ints, add_path
+from stepsight.simulator.clock.track import TrackRun, path_uses, run_track, through, track_clocks
+from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLatency, preset_latency
+from stepsight.simulator.durations.segment_timing import AS_IT_IS, OpTimes, Slowdown, Timer, timer_of
 from stepsight.simulator.iteration.breakdown import break_down
-from stepsight.simulator.iteration.simulated_iteration import (
-    Pipeline,
-    PipelineRun,
-    SimulatedIteration,
-    begin_optimizers,
-    distinct_pipelines,
-    enter_optimizers,
-    last_steps,
-)
 from stepsight.simulator.iteration.timeline import timeline_json
 from stepsight.simulator.memory import Memory as Memory
 from stepsight.simulator.memory import estimate_memory
-from stepsight.simulator.programs.block_pass import BlockPass, Work
 from stepsight.simulator.programs.lower import Lowered, lower
-from stepsight.simulator.programs.segment import Segment
-from stepsight.simulator.schedules import FORWARD
+from stepsight.simulator.programs.sizes import REPLICAS, Layout, layout_of
 
 
-class Simulation(SimulatedIteration):
-    """One simulated iteration, and its breakdown, memory and timeline."""
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """One replica, or several equal ones."""
+
+    slowdowns: tuple[Slowdown, ...]  # of each stage
+    links: tuple[float, ...]  # how much slower the messages of each stage's ranks are, where they leave a node
+    replicas: tuple[int, ...] = (0,)  # numbers of those that are alike
+
+    def message_factors(self, lowered: Lowered) -> Floats:
+        """Slowdown of each message of the track, shape ``(num_messages,)``."""
+        links, track = np.array(self.links), lowered.track
+        factors: Floats = np.maximum(links[track.stage[track.source]], links[track.stage[track.target]])
+        leaves = np.array([message.num_nodes > 1 for message in lowered.messages], dtype=np.bool_)
+        return np.where(leaves[lowered.message], factors, 1.0)
+
+
+def distinct_pipelines(job: Job, latency: LatencyModel) -> tuple[Pipeline, ...]:
+    """The distinct pipelines of a job.
+
+    Raises:
+        JobError: If the devices of some nodes are unknown.
+    """
+    cluster, stages = job.cluster, job.parallel.pp
+    if not (cluster.stragglers or cluster.slow_links or cluster.mixed):
+        return (_plain(stages, job.parallel.dp),)
+    layout = layout_of(job)
+    compute, link = np.ones((2, layout.num_ranks))
+    for slow in cluster.stragglers:
+        compute[slow.rank] = max(compute[slow.rank], slow.slowdown)
+    for way in cluster.slow_links:
+        own = layout.nodes == way.node
+        link[own] = np.maximum(link[own], way.slowdown)
+    others = [other_latency(other.hardware, job) for other in cluster.mixed]
+    kind, stage, replica = layout.mixed_kinds(cluster.mixed), layout.coordinates("pp"), layout.coordinates("dp")
+    in_step = _in_step(job, layout, beside=latency.hardware.kind != "cpu")
+    found: dict[tuple[tuple[Slowdown, ...], tuple[float, ...]], list[int]] = {}
+    for number in range(0, job.parallel.dp, in_step):
+        slowdowns, links = [], []
+        for at in range(stages):
+            own = (stage == at) & (replica // in_step == number // in_step)
+            slowest = [float(compute[own & (kind == k)].max(initial=0.0)) for k in range(len(others) + 1)]
+            waited = tuple((model, slow) for model, slow in zip(others, slowest[1:], strict=True) if slow)
+            links.append(float(link[own].max()))
+            slowdown = Slowdown(slowest[0], float(link[stage == at].max()), links[-1], waited)
+            slowdowns.append(AS_IT_IS if slowdown == AS_IT_IS else slowdown)
+        found.setdefault((tuple(slowdowns), tuple(links)), []).append(number)
+    return tuple(
+        Pipeline(*key, tuple(first + more for first in numbers for more in range(in_step)))
+        for key, numbers in found.items()
+    )
+
+
+@cached(512)
+def _plain(stages: int, replicas: int) -> Pipeline:
+    return Pipeline((AS_IT_IS,) * stages, (1.0,) * stages, tuple(range(replicas)))
+
+
+def _in_step(job: Job, layout: Layout, *, beside: bool) -> int:
+    """Neighbouring replicas that wait for each other in every layer, for parameters or for experts' tokens."""
+    p = job.parallel
+    shards = p.shards * p.cp if beside else p.dp * p.cp
+    parameters = layout.together(REPLICAS, shards, "dp") if p.zero_stage == 3 else 1
+    axes = REPLICAS if p.experts_tp == p.tp else ("tp", *REPLICAS)
+    return lcm(parameters, layout.together(axes, p.ep, "dp"))
+
+
+def other_latency(name: str, job: Job) -> RooflineLatency:
+    """Latency model of the devices of ``cluster.mixed``.
+
+    Raises:
+        JobError: If they are unknown.
+    """
+    latency = preset_latency(name, job.fabric)
+    if latency is None:
+        raise JobError(f"cluster.mixed: {HARDWARE.unknown(name)}")
+    return latency
+
+
+def begin_optimizers(low: Lowered, clocks: Floats) -> Floats:
+    """When each stage's optimizer starts, shape ``(num_stages, ...)``: stages of one group wait for the last of them.
+    ``clocks``: of each stage after its last action, shape ``(num_stages, ..., K)``.
+    """
+    begin: Floats = clocks[..., :NUM_CLOCKS].max(axis=-1)
+    latest = np.full(begin.shape, -np.inf)
+    np.maximum.at(latest, low.meets, begin)
+    return latest[low.meets]
+
+
+def enter_optimizers(low: Lowered, clocks: Floats, begin: Floats) -> Floats:
+    """Clocks of each stage when its optimizer starts, shape of ``clocks``; arguments as in ``begin_optimizers``."""
+    entry = clocks.copy()
+    entry[..., 0] = begin
+    if clocks.shape[-1] > HOST and low.semantics.overlap.reads_norm:  # the host is then no longer ahead
+        entry[..., HOST] = np.maximum(entry[..., HOST], begin)
+    return entry
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineRun:
+    """One pipeline of ranks, all micro-batches, before the optimizer."""
+
+    pipeline: Pipeline  # which ranks
+    lowered: Lowered  # what they run
+    segments: Ints  # index into lowered.segments of each row of transition
+    slowdowns: tuple[Slowdown, ...]  # condition of each row; one for all
+    rows: Ints  # row of each action, shape (num_actions,)
+    transition: Floats  # paths from clock to clock, shape (num_rows, K, K); K: see Simulation.clocks
+    message_seconds: Floats  # of each of the track's messages
+    host: tuple[float, float]  # seconds that the runtime takes before each action, and to post a side of a message
+    clocks: Floats  # of each stage at the end, shape (num_stages, K)
+
+    @cached_property
+    def run(self) -> TrackRun:
+        """When every action and message runs; ``run.segment`` indexes ``rows``."""
+        return run_track(self.lowered.track, self.rows, self.transition, self.message_seconds, self.host)
+
+    def condition(self, row: int) -> Slowdown:
+        """The slowdown of a row."""
+        return self.slowdowns[row if len(self.slowdowns) > 1 else 0]
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """One simulated iteration: when everything runs, what lies on the critical path, breakdown, memory and timeline."""
+
+    job: Job  # what was asked
+    hardware: Hardware  # what it runs on
+    lowered: Lowered  # its segments and schedule
+    timer: Timer  # durations
+    pipeline_runs: tuple[PipelineRun, ...]  # distinct pipelines; one, unless replicas differ
+    begin: Floats  # when each stage's optimizer starts, shape (num_stages,), seconds
+    # clocks of each stage at that time, shape (num_stages, K): NUM_CLOCKS, and without a pipeline the host's
+    clocks: Floats
+    finish: Floats  # clocks after it, same shape
+
+    @cached_property
+    def iteration_time_s(self) -> float:
+        """Seconds of one iteration: until the last stage has finished."""
+        return float(self.finish[:, :NUM_CLOCKS].max())
 
     @cached_property
     def breakdown(self) -> dict[str, float]:
@@ -89,6 +204,115 @@ class Simulation(SimulatedIteration):
         """
         events: dict[str, Any] = json.loads(b"".join(timeline_json(self, level, scale)))
         return events
+
+    @property
+    def carried(self) -> bool:
+        """Whether the host has its own clock."""
+        return len(self.clocks[0]) > HOST
+
+    @cached_property
+    def entry(self) -> Floats:
+        """Clocks of each stage when its optimizer starts, shape of ``clocks``."""
+        return enter_optimizers(self.lowered, self.clocks, self.begin)
+
+    @cached_property
+    def slowest(self) -> PipelineRun:
+        """The pipeline that determines when the last optimizer starts."""
+        return max(self.pipeline_runs, key=lambda pipeline_run: float(pipeline_run.clocks[:, :NUM_CLOCKS].max()))
+
+    @cached_property
+    def work_seconds(self) -> Floats:
+        """Seconds of each distinct signature alone, in the order of ``lowered.all_works``."""
+        return self.timer.work_seconds(self.lowered.all_works)
+
+    @cached_property
+    def op_counts(self) -> dict[Op | Collective, float]:
+        """How often each signature lies on the critical path: ``n_i = dT / dt_i``; ``sum(n_i * t_i)`` is the time."""
+        counts = zip(self.lowered.all_works, self.count_works().tolist(), strict=True)
+        return {work: count for work, count in counts if count > 0}
+
+    @property
+    def launches_share(self) -> float:
+        """Share of the time that is determined by the host's launches, and by no op or collective."""
+        seconds = self.timer.work_seconds(list(self.op_counts))
+        counted = float(np.array(list(self.op_counts.values())) @ seconds)
+        return max(0.0, 1.0 - counted / self.iteration_time_s)
+
+    def count_works(self) -> Floats:
+        """``op_counts`` as an array over ``lowered.all_works``, zeros included."""
+        index = {work: at for at, work in enumerate(self.lowered.all_works)}
+        counts = np.zeros(len(index))
+        for segment, condition, uses in self.segment_uses():
+            times, graph = self.ops_of(segment, condition), self.lowered.segments[segment].graph
+            works = self.lowered.segments[segment].works
+            amount = times.seconds / self.timer.work_seconds(works)[graph.work]  # share, context and slowdown
+            place = np.array([index[work] for work in works], dtype=np.int32)[graph.work]
+            for to, since in np.argwhere(uses > 0).tolist():
+                last = int(times.last[to, since])
+                add_path(times.critical[since], last, place, amount, uses[to, since], counts)
+        for message, uses in zip(self.lowered.messages, self.message_uses(), strict=True):
+            counts[index[message]] += uses
+        return counts
+
+    def ops_of(self, segment: int, condition: Slowdown) -> OpTimes:
+        return self.timer.ops(self.lowered.segments[segment], condition, carried=self.carried)
+
+    @cached_property
+    def _path(self) -> tuple[PipelineRun, Floats, Floats, tuple[int, Floats]]:
+        """The pipeline on the critical path, the counts of its ``transition`` and messages; the stage whose optimizer
+        ends last, and the counts of that optimizer's paths.
+        """
+        clocks = np.array([pipeline_run.clocks for pipeline_run in self.pipeline_runs])
+        stage, to = divmod(int(self.finish[:, :NUM_CLOCKS].argmax()), NUM_CLOCKS)
+        since = int((self.entry[stage] + self.optimizer_paths(carried=self.carried)[stage, to]).argmax())
+        if since != 0 and self.entry[stage, since] == self.clocks[stage, since]:  # it waited for no other clock
+            pipeline, before, clock = int(clocks[:, stage, since].argmax()), stage, since
+        else:
+            together = np.flatnonzero(self.lowered.meets == self.lowered.meets[stage])
+            ends = clocks[:, together, :NUM_CLOCKS]
+            pipeline, place, clock = (int(at) for at in np.unravel_index(ends.argmax(), ends.shape))
+            before = int(together[place])
+        last = np.zeros((self.clocks.shape[1], self.clocks.shape[1]))
+        last[to, since] = 1.0
+        uses, message_uses, _, _ = path_uses(self.pipeline_runs[pipeline].run, before, clock)
+        return self.pipeline_runs[pipeline], uses, message_uses, (stage, last)
+
+    def segment_uses(self) -> list[tuple[int, Slowdown, Floats]]:
+        """Segment, condition, and how often the critical path passes it from clock to clock, ``(to, from)``."""
+        pipeline_run, uses, _, (stage, last) = self._path
+        found: dict[tuple[int, Slowdown], Floats] = {}
+        for row in np.flatnonzero((uses > 0).any(axis=(1, 2))).tolist():
+            key = (int(pipeline_run.segments[row]), pipeline_run.condition(row))
+            found[key] = found.get(key, 0.0) + uses[row]
+        optimizer = (int(self.lowered.optimizer[stage]), self.optimizer_condition(stage), last)
+        return [*((*key, uses) for key, uses in found.items()), optimizer]
+
+    def message_uses(self) -> Floats:
+        """How often each distinct message lies on the critical path, counted in its undisturbed time."""
+        pipeline_run, _, uses, _ = self._path
+        factors = pipeline_run.pipeline.message_factors(self.lowered)
+        counts = np.zeros(len(self.lowered.messages))
+        np.add.at(counts, self.lowered.message, uses * factors)
+        return counts
+
+    def optimizer_condition(self, stage: int) -> Slowdown:
+        """The largest slowdown of a stage's optimizer."""
+        found = dict.fromkeys(pipeline_run.pipeline.slowdowns[stage] for pipeline_run in self.pipeline_runs)
+        if len(found) == 1:
+            return next(iter(found))
+        segment = self.lowered.segments[int(self.lowered.optimizer[stage])]
+        return max(found, key=lambda slowdown: float(self.timer.segment(segment, slowdown).transition.max()))
+
+    def optimizer_paths(self, *, carried: bool) -> Floats:
+        """Paths through every stage's optimizer, ``(num_stages, to, from)``; ``carried``: with the host's clock."""
+        low, timer = self.lowered, self.timer
+        conditions = {run.condition(0) for run in self.pipeline_runs if len(run.slowdowns) == 1}
+        if len(self.pipeline_runs) == len(conditions) == 1:  # optimizers are numbered one after the other
+            first, condition = int(low.optimizer.min()), conditions.pop()
+            distinct = [timer.paths(segment, condition, carried=carried) for segment in low.segments[first:]]
+            return np.array(distinct)[low.optimizer - first]
+        keys = [(at, self.optimizer_condition(stage)) for stage, at in enumerate(low.optimizer.tolist())]
+        return np.array([timer.paths(low.segments[at], own, carried=carried) for at, own in keys])
 
 
 def simulate(job: Job, latency: LatencyModel) -> Simulation:
@@ -132,234 +356,5 @@ def _pass(
         transition = np.array([timer.paths(lowered.segments[at], slow, carried=carried) for at, slow in found])
     plain = all(link == 1.0 for link in pipeline.links)
     seconds = message_seconds if plain else message_seconds * pipeline.message_factors(lowered)
-    clocks = track_clocks(track, rows, transition, seconds, *host)
+    clocks = track_clocks(track, rows, transition, seconds, host)
     return PipelineRun(pipeline, lowered, segments, slowdowns, rows, transition, seconds, host, clocks)
-
-
-@dataclass(frozen=True, slots=True)
-class Sensitivity:
-    """One signature and its effect on the iteration time."""
-
-    work: Op | Collective  # what is done
-    count: float  # how often it lies on the critical path, n_i: the derivative of the time by its duration
-    seconds: float  # of one, alone, t_i
-    share: float  # part of the iteration time, n_i * t_i / T
-    # what the iteration is shorter by if it takes half as long; less than half of its share where something else then
-    # decides
-    halved_s: float
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {**asdict(self), "work": str(self.work)}
-
-
-def explain(simulation: Simulation, most: int = 10) -> tuple[Sensitivity, ...]:
-    """The signatures with the largest shares of the time, in order."""
-    if most < 1:
-        raise StepsightError(f"explain lists at least 1 row, got {most}")
-    total = simulation.iteration_time_s
-    seconds = dict(zip(simulation.lowered.all_works, simulation.work_seconds.tolist(), strict=True))
-    counts = sorted(simulation.op_counts.items(), key=lambda item: -item[1] * seconds[item[0]])[:most]
-    pipelines, found = tuple(pipeline_run.pipeline for pipeline_run in simulation.pipeline_runs), []
-    for work, count in counts:
-        timer = simulation.timer.but({work: seconds[work] / 2})
-        halved = simulate_lowered(simulation.job, simulation.lowered, timer, simulation.hardware, pipelines)
-        share, saved = count * seconds[work] / total, total - halved.iteration_time_s
-        found.append(Sensitivity(work, count, seconds[work], share, saved))
-    return tuple(found)
-
-
-BACKWARD_OVER_FORWARD = 2.0  # gradients of the input and of the weights
-
-
-def segment_flops(segment: Segment) -> float:
-    """FLOP of one run of a segment on one rank."""
-    total = 0.0
-    for what, first, last, times in segment.events[segment.events[:, 0] == RUN, 1:5].tolist():
-        works = [node.work for node in segment.passages[what].program.nodes[first:last]]
-        total += times * sum(work.flops for work in works if isinstance(work, Op) and work.record.bound == "compute")
-    return total
-
-
-def iteration_flops(lowered: Lowered) -> tuple[float, float]:
-    """FLOP of an iteration, needed by the model and executed (with recomputation): of one rank of each stage, summed
-    over stages.
-    """
-    flops = np.array([segment_flops(segment) for segment in lowered.segments])
-    done = float(flops[lowered.segment].sum())
-    forward = float(flops[lowered.segment[lowered.track.kind == FORWARD]].sum())
-    # If the gradient of an input is not needed (the patches of an image), the model needs less.
-    return min((1.0 + BACKWARD_OVER_FORWARD) * forward, done), done
-
-
-Unmeasured = Callable[[Sequence[Work]], Sequence[bool]]
-
-
-def many_paths(
-    timer: Timer, segments: Sequence[Segment], unmeasured: Unmeasured | None, *, carried: bool
-) -> tuple[Floats, Floats | None]:
-    """Longest paths through distinct segments for one latency model: the same as ``Timer`` gives, of thousands at once.
-
-    ``unmeasured``: whether each of some works lies outside of what was measured, None: that is not wanted;
-    ``carried``: whether the host is a clock of its own.
-
-    Returns:
-        Seconds to each clock, from each, ``-inf`` where no path leads, shape ``(num_segments, K, K)``; and the part of
-        each outside of what was measured, same shape.
-    """
-    passages = dict.fromkeys([passage for segment in segments for passage in segment.passages])
-    uses = [work for segment in segments for work in segment.sent]
-    by_identity = {id(work): work for work in uses}  # there are few of them, and identities are faster to hash
-    sent = dict.fromkeys(by_identity.values())
-    row = {passage: at for at, passage in enumerate(passages)}
-    number = {work: at for at, work in enumerate(sent)}
-    place = {key: number[work] for key, work in by_identity.items()}
-    times = [timer.passage(passage) for passage in passages]
-    of_segments = np.array([place[id(work)] for work in uses], dtype=np.int64)
-    seconds, launches = timer.work_seconds(list(sent)), timer.launch_seconds(list(sent))
-    ends, outside = timer.new_ends(len(segments), carried=carried), None
-    if unmeasured is not None:
-        works = list(dict.fromkeys([work for passage in passages for work in passage.works]))
-        far = dict(zip(works, unmeasured(works), strict=True))
-        parts = [_outside(*pair, far) for pair in zip(passages, times, strict=True)]
-        sent_outside = seconds * np.array(unmeasured(list(sent)), dtype=np.bool_)
-        outside = OutsideEvents(
-            np.array([paths for paths, _ in parts]).reshape(-1, 3),
-            np.concatenate([np.zeros(0), *(nodes for _, nodes in parts)]),
-            sent_outside[of_segments],
-            np.empty_like(ends),
-        )
-    listed = SegmentList(
-        *_events(segments),
-        np.array([row[passage] for segment in segments for passage in segment.passages], dtype=np.int64),
-        seconds[of_segments],
-        launches[of_segments],
-        np.array([segment.compute_share for segment in segments], dtype=np.float64),
-    )
-    run_events(listed, block_pass_table(times), NO_STREAMS, outside, ends)
-    paths = np.ascontiguousarray(to_from(ends, carried=carried))
-    if outside is None:
-        return paths, None
-    return paths, np.ascontiguousarray(to_from(outside.ends, carried=carried, nothing=0.0))
-
-
-def _events(segments: Sequence[Segment]) -> tuple[Ints, NDArray[np.int64]]:
-    """``SegmentList.events`` and ``places``; plans shared by segments are listed once."""
-    plans: dict[int, tuple[int, int]] = {}  # begin and end by identity of the events
-    tables, length, passages, sent, places = [], 0, 0, 0, []
-    for segment in segments:
-        if id(segment.events) not in plans:
-            plans[id(segment.events)] = length, length + len(segment.events)
-            length += len(segment.events)
-            tables.append(segment.events)
-        places.append((*plans[id(segment.events)], passages, sent, segment.joined))
-        passages, sent = passages + len(segment.passages), sent + len(segment.sent)
-    return np.concatenate(tables), np.array(places, dtype=np.int64)
-
-
-def _outside(
-    passage: BlockPass, time: BlockPassTime, far: dict[Work, bool]
-) -> tuple[tuple[float, float, float], Floats]:
-    """The share of a passage's paths and nodes outside the measured range."""
-    there = np.array([far[work] for work in passage.works], dtype=np.bool_)
-    count = len(time.seconds)
-    if not there.any():
-        return (0.0, 0.0, 0.0), np.zeros(count)
-    nodes: Floats = np.where(there[passage.work], time.seconds, 0.0)
-    launched = np.where(time.launches > 0.0, time.launches.cumsum(), -np.inf)
-    if passage.serial:
-        begin = int((launched + time.seconds[::-1].cumsum()[::-1]).argmax())  # where the host is waited for last
-        return (float(nodes.sum()), float(nodes[begin:].sum()) if np.isfinite(launched).any() else 0.0, 0.0), nodes
-    finish, critical, ends = np.empty(count), np.empty(count, dtype=np.int32), np.zeros(2)
-    for at, ready in enumerate((np.zeros(count), launched)):
-        longest_paths(time.seconds, *passage.edges, ready, finish, critical)
-        add_path(critical, int(finish.argmax()), np.full(count, at, dtype=np.int32), nodes, 1.0, ends)
-    return (float(ends[0]), float(ends[1]), 0.0), nodes
-
-
-TOGETHER = 16  # jobs that are laid out at once: they fit in a near cache
-
-
-class Times(NamedTuple):
-    """Seconds of an iteration of ``n`` jobs, shape ``(n,)``; and the part of each from work outside of what was
-    measured.
-    """
-
-    seconds: Floats
-    outside: Floats
-
-
-def can_simulate_many(job: Job, latency: LatencyModel) -> bool:
-    """Whether ``simulate_many`` can simulate a job: all ranks are equal, and ops do not depend on context."""
-    cluster = job.cluster
-    return not (cluster.stragglers or cluster.slow_links or cluster.mixed or latency.knows_context)
-
-
-def simulate_many(jobs: Sequence[Job], latency: LatencyModel, unmeasured: Unmeasured | None = None) -> Times:
-    """Simulate one iteration of each job: the same times as ``simulate``, computed together and without explanations.
-
-    For each ``can_simulate_many`` must hold; ``unmeasured``: as in ``many_paths``.
-    """
-    times = Times(np.empty(len(jobs)), np.zeros(len(jobs)))
-    lowered = [lower(job, latency.hardware) for job in jobs]
-    # Every op and collective is requested in one list: latency models answer it faster than several short ones.
-    works = {id(low.segments): low for low in lowered}.values()
-    segments = dict.fromkeys([segment for low in works for segment in low.segments])
-    passages = dict.fromkeys([passage for segment in segments for passage in segment.passages])
-    asked = dict.fromkeys([work for passage in passages for work in passage.works])
-    asked.update(dict.fromkeys({id(work): work for segment in segments for work in segment.sent}.values()))
-    asked.update(dict.fromkeys([message for low in works for message in low.messages]))
-    timer_of(latency).work_seconds(list(asked))
-    for carried in (False, True):
-        own = [index for index, low in enumerate(lowered) if (low.num_stages == 1) == carried]
-        if own:
-            _simulate([lowered[index] for index in own], own, latency, unmeasured, times)
-    return times
-
-
-def _simulate(
-    lowered: list[Lowered], places: list[int], latency: LatencyModel, unmeasured: Unmeasured | None, times: Times
-) -> None:
-    """Fill in the times of jobs that all have a pipeline, or all have none; ``places``: their indices in ``times``."""
-    timer, hardware, carried = timer_of(latency), latency.hardware, lowered[0].num_stages == 1
-    works = {id(low.segments): low for low in lowered}  # strategies that differ in the schedule share the rest
-    segments = list(dict.fromkeys([segment for low in works.values() for segment in low.segments]))
-    row = {segment: at for at, segment in enumerate(segments)}
-    rows_of = {key: [row[segment] for segment in low.segments] for key, low in works.items()}
-    paths, outside = many_paths(timer, segments, unmeasured, carried=carried)
-    messages = list(dict.fromkeys([message for low in works.values() for message in low.messages]))
-    seconds = dict(zip(messages, timer.work_seconds(messages).tolist(), strict=True))
-    far_of = {} if unmeasured is None else dict(zip(messages, unmeasured(messages), strict=True))
-    host = (0.0, 0.0) if carried else (hardware.host_action_s, hardware.host_message_s)
-    families: dict[tuple[int, ...], list[int]] = {}  # jobs that differ only in durations
-    for at, low in enumerate(lowered):
-        families.setdefault((id(low.track), id(low.table), id(low.message), id(low.meets)), []).append(at)
-    for family in families.values():
-        for own in (family[at : at + TOGETHER] for at in range(0, len(family), TOGETHER)):
-            some, where = [lowered[at] for at in own], [places[at] for at in own]
-            rows = np.array([rows_of[id(low.segments)] for low in some])
-            kinds = np.array([[seconds[message] for message in low.messages] for low in some])
-            takes, far = RunDurations(paths[rows], kinds.take(some[0].message, axis=1)), None
-            if outside is not None:
-                kinds *= np.array([[far_of[message] for message in low.messages] for low in some], dtype=np.bool_)
-                far = RunDurations(outside[rows], kinds.take(some[0].message, axis=1))
-            times.seconds[where], times.outside[where] = _iterations(some[0], takes, far, host)
-
-
-def _iterations(
-    low: Lowered, takes: RunDurations, far: RunDurations | None, host: tuple[float, float]
-) -> tuple[Floats, Floats]:
-    """Seconds of one iteration of several jobs, and the share of each outside the measured range."""
-    clocks, of_clocks = many_clocks(low.track, low.segment, takes, far, host)
-    paths = takes.transition[:, low.optimizer]
-    of_stages = np.moveaxis(clocks, 0, 1)
-    entry = enter_optimizers(low, of_stages, begin_optimizers(low, of_stages))
-    entry = np.moveaxis(entry, 1, 0)
-    finish = through(paths, entry)[:, :, :NUM_CLOCKS]
-    parts = np.zeros(len(finish))
-    if far is not None and of_clocks is not None:
-        for job in range(len(parts)):
-            path = last_steps(low, clocks[job : job + 1], entry[job], finish[job], paths[job])
-            through_optimizer = far.transition[job, low.optimizer[path.stage], path.to, path.since]
-            parts[job] = of_clocks[job, path.before, path.clock] + through_optimizer
-    return finish.max(axis=(1, 2)), parts

@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,19 +25,21 @@ from stepsight.dataset.kinds import COLLECTIVE_KINDS
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.clock.engine import NUM_CLOCKS, Floats
 from stepsight.simulator.clock.trace_writer import TraceWriter, micros, whole_ns
-from stepsight.simulator.iteration.simulated_iteration import PipelineRun, SimulatedIteration
 from stepsight.simulator.memory import estimate_moments
 from stepsight.simulator.programs.lower import Lowered
 from stepsight.simulator.programs.segment import CLOCK_STREAMS
 from stepsight.simulator.programs.sizes import layout_of
 from stepsight.simulator.schedules import KIND_NAMES
 
+if TYPE_CHECKING:
+    from stepsight.simulator.iteration.simulate import PipelineRun, Simulation
+
 LEVELS = ("segment", "op")
 _ACTION, _PROCESS = b"\x01", b"\x02"  # fields that a template leaves open, besides the times
 
 
 def timeline_json(
-    simulation: SimulatedIteration, level: str = "segment", scale: float = 1.0, stages: Collection[int] | None = None
+    simulation: Simulation, level: str = "segment", scale: float = 1.0, stages: Collection[int] | None = None
 ) -> Iterator[bytes]:
     """Trace events as pieces of JSON.
 
@@ -61,7 +63,7 @@ def timeline_json(
 
 
 class _JobWriter(TraceWriter):
-    def __init__(self, simulation: SimulatedIteration, level: str, scale: float) -> None:
+    def __init__(self, simulation: Simulation, level: str, scale: float) -> None:
         super().__init__(scale)
         self._simulation = simulation
         self._by_op = level == "op"
@@ -158,7 +160,7 @@ class _JobWriter(TraceWriter):
             yield from self.outstanding("messages in flight", first + stage, *times)
 
 
-def memory_moments(simulation: SimulatedIteration, pipeline_run: PipelineRun) -> Iterator[tuple[int, Floats, Floats]]:
+def memory_moments(simulation: Simulation, pipeline_run: PipelineRun) -> Iterator[tuple[int, Floats, Floats]]:
     """Stage, begins of its actions and optimizer, and bytes from each on; none where a schedule merges actions."""
     stages = simulation.lowered.track.stage
     for stage, moments in enumerate(estimate_moments(simulation.job, simulation.hardware)):
@@ -205,7 +207,7 @@ class _Span(NamedTuple):
     length: float
 
 
-def num_kernels(simulation: SimulatedIteration) -> list[int]:
+def num_kernels(simulation: Simulation) -> list[int]:
     """Kernels in the trace of each stage of the first pipeline, messages not counted."""
     low, pipeline_run = simulation.lowered, simulation.pipeline_runs[0]
     nodes = np.array([len(segment.graph.work) for segment in low.segments])
@@ -215,7 +217,7 @@ def num_kernels(simulation: SimulatedIteration) -> list[int]:
 
 
 def profiler_traces(
-    simulation: SimulatedIteration, scale: float = 1.0, stages: Collection[int] | None = None
+    simulation: Simulation, scale: float = 1.0, stages: Collection[int] | None = None
 ) -> Iterator[tuple[int, Event]]:
     """Make the trace of the first rank of pipeline stages of the first pipeline.
 

@@ -10,7 +10,7 @@ so tensor-parallel groups fill nodes first and pipeline neighbours are furthest 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 from typing import Any
@@ -43,53 +43,44 @@ class Layout:
 
     def stride(self, axis: str) -> int:
         """Distance between neighbours along an axis."""
-        stride = 1
-        for name, size in self.axes:
-            if name == axis:
-                return stride
-            stride *= size
-        raise KeyError(axis)
+        names = [name for name, _ in self.axes]
+        return prod(size for _, size in self.axes[: names.index(axis)])
 
     def size(self, axis: str) -> int:
         return dict(self.axes)[axis]
 
     def group(self, *axes: str) -> Group:
-        named = [(self.stride(name), size) for name, size in self.axes if name in axes and size > 1]
-        return self.strided(_joined(named))
+        return self.part_of(axes, 1, prod(self.size(axis) for axis in axes))
 
     def part_of(self, axes: tuple[str, ...], inner: int, size: int) -> Group:
-        """A group of ``size`` ranks that skips ``inner`` ranks of the group along some axes at a time.
+        """A group of ``size`` ranks that skips ``inner`` ranks of the group along some axes at a time, as seen by the
+        one that spans the most nodes.
 
         Expert- and hybrid-sharded groups divide the data-parallel one: ``inner`` 1 takes neighbours.
         """
-        taken: list[tuple[int, int]] = []
-        for name, degree in self.axes:
-            if name not in axes:
-                continue
-            here = gcd(degree, inner)
-            inner //= here
-            degree, stride = degree // here, self.stride(name) * here
-            use = gcd(degree, size)
-            size //= use
-            if use > 1:
-                taken.append((stride, use))
-        return self.strided(_joined(taken))
+        strides: list[tuple[int, int]] = []
+        for _, stride, ranks in self._taken(axes, inner, size):
+            if strides and prod(strides[-1]) == stride:  # one axis continues the other
+                strides[-1] = strides[-1][0], strides[-1][1] * ranks
+            elif ranks > 1:
+                strides.append((stride, ranks))
+        size = prod(ranks for _, ranks in strides)
+        if size == 1:
+            return Group()
+        return Group(size, _per_node(tuple(strides), size, self.num_ranks, self.devices_per_node))
 
     def together(self, axes: tuple[str, ...], size: int, axis: str) -> int:
         """Neighbours along an axis that are in one ``part_of(axes, 1, size)``."""
-        for name, degree in self.axes:
-            if name not in axes:
-                continue
-            use = gcd(degree, size)
-            size //= use
-            if name == axis:
-                return use
-        return 1
+        return {name: ranks for name, _, ranks in self._taken(axes, 1, size)}.get(axis, 1)
 
-    def strided(self, strides: Strides) -> Group:
-        """The group with the given strides, as seen by the one that spans the most nodes."""
-        size = prod(number for _, number in strides)
-        return Group() if size == 1 else Group(size, _per_node(strides, size, self.num_ranks, self.devices_per_node))
+    def _taken(self, axes: tuple[str, ...], inner: int, size: int) -> Iterator[tuple[str, int, int]]:
+        """Axes of such a group, the distance between its neighbours along each, and their number."""
+        for name, degree in self.axes:
+            if name in axes:
+                skipped = gcd(degree, inner)
+                ranks = gcd(degree // skipped, size)
+                inner, size = inner // skipped, size // ranks
+                yield name, self.stride(name) * skipped, ranks
 
     def pipeline_neighbours(self, stage: int, other: int) -> int:
         """2 if all pairs of ranks that exchange messages between two stages share a node, else 1."""
@@ -125,17 +116,6 @@ def _layout(order: str, degrees: tuple[int, int, int, int], devices_per_node: in
     """Return one object for equal layouts, because they are keys of caches."""
     size = dict(zip(("tp", "cp", "dp", "pp"), degrees, strict=True))
     return Layout(tuple([(axis, size[axis]) for axis in order.split("-")]), devices_per_node)
-
-
-def _joined(strides: list[tuple[int, int]]) -> Strides:
-    """Merge neighbouring axes."""
-    out: list[tuple[int, int]] = []
-    for stride, size in strides:
-        if out and out[-1][0] * out[-1][1] == stride:
-            out[-1] = (out[-1][0], out[-1][1] * size)
-        else:
-            out.append((stride, size))
-    return tuple(out)
 
 
 @cached(4096)

@@ -59,7 +59,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/training/measured/test_planning.py",
     ),
     "dataset/base/caching.py": ("tests/dataset/base/test_caching.py",),
-    "simulator/iteration/simulated_iteration.py": (SIMULATE,),
+    "simulator/iteration/simulate.py": (SIMULATE,),
     "simulator/durations/segment_timing.py": (*SEGMENTS, SIMULATE),
     "dataset/job/schedules.py": SCHEDULES,
     **{f"simulator/memory/{name}.py": ("tests/simulator/memory/test_reference_values.py", "tests/simulator/memory")

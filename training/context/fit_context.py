@@ -26,8 +26,7 @@ from stepsight.gnn.context_model import BOUND, ContextModel, iteration_loss, nod
 from stepsight.simulator.clock.engine import add_path
 from stepsight.simulator.durations.latency_model import LatencyModel, launch_calls
 from stepsight.simulator.durations.segment_timing import Timer, timer_of
-from stepsight.simulator.iteration.simulate import simulate, simulate_lowered
-from stepsight.simulator.iteration.simulated_iteration import distinct_pipelines
+from stepsight.simulator.iteration.simulate import distinct_pipelines, simulate, simulate_lowered
 from stepsight.simulator.programs.lower import Lowered, lower
 from stepsight.training.measured.imported_ops import ImportedSegments
 from stepsight.training.measured.measured import MeasuredRun, average

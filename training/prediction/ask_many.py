@@ -19,7 +19,7 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.job.job import Job, JobLike
 from stepsight.simulator.durations import latency_model
-from stepsight.simulator.iteration.simulate import can_simulate_many, simulate_many
+from stepsight.simulator.iteration.simulate_many import can_simulate_many, simulate_many
 from stepsight.simulator.memory import estimate_memory
 from stepsight.training.corrections.calibration import Calibration, JobCorrection
 from stepsight.training.prediction import prediction as one_job
@@ -243,15 +243,18 @@ class _Group(NamedTuple):
         """
         latency = self.latency
         if not intervals or not isinstance(latency, LearnedLatency):
-            return simulate_many(jobs, latency).seconds, np.zeros((2, len(jobs)))
-        parts = np.zeros((2, len(jobs)))
+            return simulate_many(jobs, latency)[0], np.zeros((2, len(jobs)))
         crowded = bool(latency.outside(())[0])  # more devices of a node compute at once than were measured
-        far = None if crowded else (lambda works: [bool(reason) for reason in latency.outside(works)[1]])
-        seconds, outside = simulate_many(jobs, latency, far)
-        parts[0] = 1.0 if crowded else outside / np.maximum(seconds, 1e-12)
-        if latency.hardware.has_host:  # what no op or collective takes
-            parts[1] = 1.0 - simulate_many(jobs, latency, lambda works: [True] * len(works)).outside / seconds
-        return seconds, np.clip(parts, 0.0, 1.0)
+        launches = latency.hardware.has_host
+        seconds, outside, own = simulate_many(
+            jobs,
+            latency,
+            lambda works: [not crowded and bool(reason) for reason in latency.outside(works)[1]],
+            lambda works: [launches] * len(works),
+        )
+        seconds = np.maximum(seconds, 1e-12)
+        shares = np.array([outside / seconds + crowded, launches - own / seconds])  # the host's: what no work takes
+        return seconds, np.clip(shares, 0.0, 1.0)
 
 
 def _by_latency(jobs: Sequence[Job], predictor: Predictor | str | None) -> list[tuple[list[int], _Group]]:

@@ -14,8 +14,9 @@ from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.hardware.hardware import find_hardware, unknown_hardware
 from stepsight.dataset.job.job import Job, JobLike
 from stepsight.simulator.durations import latency_model
-from stepsight.simulator.iteration.breakdown import exchange_facts
-from stepsight.simulator.iteration.simulate import Sensitivity, Simulation, explain, iteration_flops, simulate
+from stepsight.simulator.iteration.breakdown import exchange_facts, iteration_flops
+from stepsight.simulator.iteration.simulate import Simulation, simulate
+from stepsight.simulator.iteration.simulate_many import Sensitivity, explain
 from stepsight.simulator.iteration.timeline import timeline_json
 from stepsight.simulator.memory import Memory, estimate_memory
 from stepsight.training.corrections.calibration import Calibration, JobCorrection

@@ -19,8 +19,6 @@ from stepsight.simulator.clock.engine import (
     WAIT,
     BlockPassTable,
     Floats,
-    Ints,
-    OutsideEvents,
     SegmentList,
     StreamSeconds,
     add_path,
@@ -122,47 +120,24 @@ class Paths:
     host: float
 
 
-def walk(
-    events: Ints, launches: tuple[float, float], share: float, joined: bool, scale: float
-) -> tuple[Floats, Floats, StreamSeconds]:
-    """Ends from all starts, with the seconds of all nodes and collectives as their parts outside; and the streams'."""
-    launch, sent_launch = launches
-    paths, parts = [], []
-    for seconds in SECONDS:
-        nodes = scale * np.array(seconds)
-        launched = launch * np.arange(1, len(seconds) + 1) + nodes[::-1].cumsum()[::-1]
-        first = int(launched.argmax())
-        paths.append((nodes.sum(), launched[first] if launch else -INF, launch * len(seconds)))
-        parts.append((nodes.sum(), nodes[first:].sum(), 0.0))
-    nodes, sent = scale * np.concatenate(SECONDS), scale * np.array(SENT_S)
-    passages = BlockPassTable(np.array(paths), nodes, np.full(4, launch), np.array([0, 3, 4]))
-    places = np.array([[0, len(events), 0, 0, joined]])
-    segments = SegmentList(events, places, np.arange(2), sent, np.full(2, sent_launch), np.array([share]))
-    of_passages = np.array([np.bincount(s, t, minlength=2) for s, t in zip(STREAM, SECONDS, strict=True)])
-    streams = StreamSeconds(of_passages, np.concatenate(STREAM).astype(np.int8), np.zeros(3))
-    ends = np.full((1, len(STARTS) if launch > 0 or sent_launch > 0 else NUM_CLOCKS, HOST + 1), np.nan)
-    outside = OutsideEvents(np.array(parts), nodes, sent, np.full(ends.shape, np.nan))
-    run_events(segments, passages, streams, outside, ends)
-    return ends[0], outside.ends[0], streams
-
-
 def run_rows(
     *rows: Row, launch: float = 0.0, sent_launch: float = 0.0, share: float = 0.0, joined: bool = False
 ) -> Paths:
-    """Every node takes the host ``launch``, every collective ``sent_launch``.
-
-    Checks besides that the part outside is the derivative by the seconds that it comes from, where there is one.
-    """
+    """Every node takes the host ``launch``, every collective ``sent_launch``."""
     events = np.array([[*row, *[0] * (8 - len(row))] for row in rows], dtype=np.int32).reshape(-1, 8)
-    given = events, (launch, sent_launch), share, joined
-    ends, parts, streams = walk(*given, 1.0)
-    step = 2.0**-20
-    there = np.isfinite(ends)
-    more = np.where(there, walk(*given, 1.0 + step)[0] - np.where(there, ends, 0.0), 0.0) / step
-    less = np.where(there, np.where(there, ends, 0.0) - walk(*given, 1.0 - step)[0], 0.0) / step
-    smooth = there & np.isclose(more, less)
-    assert parts[smooth] == pytest.approx(more[smooth], rel=1e-6, abs=1e-6)
-    transition, carried = to_from(ends, carried=False), to_from(ends, carried=True)
+    paths = []
+    for seconds in SECONDS:
+        launched = launch * np.arange(1, len(seconds) + 1) + np.array(seconds)[::-1].cumsum()[::-1]
+        paths.append((sum(seconds), launched.max() if launch else -INF, launch * len(seconds)))
+    passages = BlockPassTable(np.array(paths), np.concatenate(SECONDS), np.full(4, launch), np.array([0, 3, 4]))
+    places = np.array([[0, len(events), 0, 0, joined]])
+    sent = np.array(SENT_S), np.full(2, sent_launch)
+    segments = SegmentList(events, places, np.arange(2), *sent, np.array([share]))
+    of_passages = np.array([np.bincount(s, t, minlength=2) for s, t in zip(STREAM, SECONDS, strict=True)])
+    streams = StreamSeconds(of_passages, np.concatenate(STREAM).astype(np.int8), np.zeros(3))
+    ends = np.full((1, len(STARTS) if launch > 0 or sent_launch > 0 else NUM_CLOCKS, HOST + 1), np.nan)
+    run_events(segments, passages, streams, ends)
+    transition, carried = to_from(ends[0], carried=False), to_from(ends[0], carried=True)
     return Paths(transition, carried, streams.totals[:-1], float(streams.totals[-1]))
 
 

@@ -10,8 +10,6 @@ from stepsight.simulator.clock.kernel import (
     APART,
     Durations,
     Log,
-    Outside,
-    RunDurations,
     State,
     Steady,
     Uses,
@@ -42,24 +40,21 @@ def durations(
     )
 
 
-def full_run(what: Entries, takes: Durations, outside: Outside | None = None) -> tuple[State, Log]:
+def full_run(what: Entries, takes: Durations) -> tuple[State, Log]:
     """All entries, logged."""
     ranks, clocks = len(takes.host), len(takes.clocks)
     state = at_rest(ranks, len(takes.message), clocks, 0)
     log = new_log(len(takes.segment), len(takes.message), clocks)
-    run_entries(what.unsigned(), takes, state, log, outside, (0, len(what.op), APART))
+    run_entries(what.unsigned(), takes, state, log, (0, len(what.op), APART))
     return state, log
 
 
-def skipping_run(
-    what: Entries, takes: Durations, steady: Steady, far: Durations | None = None
-) -> tuple[Floats, Floats]:
-    """The clocks after all entries but those of periods that repeat, and their parts outside."""
-    clocks, parts = np.zeros((2, 1, len(takes.host), len(takes.clocks)))
-    outside = None if far is None else RunDurations(far.transition[None], far.message[None])
+def skipping_run(what: Entries, takes: Durations, steady: Steady) -> Floats:
+    """The clocks after all entries but those of periods that repeat."""
+    clocks = np.zeros((1, len(takes.host), len(takes.clocks)))
     given = takes._replace(transition=takes.transition[None], message=takes.message[None])
-    run_periods(what.unsigned(), given, (clocks, parts), outside, steady)
-    return clocks[0], parts[0]
+    run_periods(what.unsigned(), given, clocks, steady)
+    return np.asarray(clocks[0])
 
 
 # Two ranks; rank 0 runs action 0 and sends message 0, which rank 1 waits for before action 1.
@@ -190,22 +185,16 @@ def test_skipping_what_repeats_ends_where_running_it_ends(
         transition[:, clock, clock] = 0.0 if clock < HOST else random.uniform(0.0, 1.0)
     all_periods = head + periods + tail
     what = pipeline(all_periods)
-    takes = alternating(transition, all_periods, float(random.uniform(0, 2)), random.uniform(0, 0.1, (2, 2)).tolist())
-    far = takes._replace(
-        transition=np.where(none, 0.0, transition * random.random(transition.shape)), message=0.5 * takes.message
-    )
-    outside = Outside(far.transition, far.message, at_rest(2, all_periods, num_clocks, 0))
-    state, log = full_run(what, takes, outside)
+    host = [random.uniform(0, 0.1, 2).tolist()] * 2
+    takes = alternating(transition, all_periods, float(random.uniform(0, 2)), host)
+    state, log = full_run(what, takes)
     for rank, clock in np.ndindex(2, num_clocks):
         uses = Uses(np.zeros(transition.shape), np.zeros(all_periods), np.zeros(2))
         trace_path(what.unsigned(), takes.segment, log, (rank, clock), uses)
-        part = (uses.transition * far.transition).sum() + uses.message @ far.message
-        assert outside.state.clocks[rank, clock] == pytest.approx(part, rel=1e-9)
-    steady = Steady(5 * head, 5, periods, lag)
-    clocks, parts = skipping_run(what, takes, steady, far)
-    assert clocks == pytest.approx(state.clocks, rel=1e-9)
-    assert parts == pytest.approx(outside.state.clocks, rel=1e-9)
-    assert skipping_run(what, takes, steady)[0] == pytest.approx(state.clocks, rel=1e-9)
+        lengths = np.where(uses.transition > 0, uses.transition * np.where(none, 0.0, transition), 0.0).sum()
+        total = lengths + uses.message @ takes.message + uses.host @ takes.host.mean(axis=0)
+        assert total == pytest.approx(state.clocks[rank, clock], rel=1e-9)
+    assert skipping_run(what, takes, Steady(5 * head, 5, periods, lag)) == pytest.approx(state.clocks, rel=1e-9)
     assert end_clocks(what, takes) == pytest.approx(state.clocks, rel=1e-12)
 
 
@@ -221,24 +210,9 @@ def test_a_steady_state_is_skipped(num_clocks: int, runs: bool) -> None:
         transition[:, 1, 1] = 0.5
     what, takes = pipeline(PERIODS), alternating(transition, PERIODS, 0.25, [[0.0, 0.0], [0.0, 0.0]])
     end = full_run(what, takes)[0].clocks
-    assert skipping_run(what, takes, Steady(0, 5, PERIODS, 1))[0] == pytest.approx(end)
+    assert skipping_run(what, takes, Steady(0, 5, PERIODS, 1)) == pytest.approx(end)
     takes.message[PERIODS // 2] = 1e6
-    assert (skipping_run(what, takes, Steady(0, 5, PERIODS, 1))[0].max() == pytest.approx(end.max())) == runs
-
-
-def test_a_part_outside_that_does_not_repeat_is_not_skipped() -> None:
-    """All times repeat in each period, the part of them outside of what was measured in every third alone."""
-    transition = np.full((3, 2, 2), -np.inf)
-    transition[:, 0, 0], transition[:, 1, 1] = 1.0, 0.0
-    what, takes = pipeline(PERIODS), alternating(transition, PERIODS, 0.0, [[0.0, 0.0], [0.0, 0.0]])
-    takes.segment[::6] = 2  # the first rank's, in every third period
-    far = takes._replace(transition=np.zeros((3, 2, 2)))
-    far.transition[:, 0, 0] = 0.0, 0.25, 0.5
-    outside = Outside(far.transition, far.message, at_rest(2, PERIODS, 2, 0))
-    full_run(what, takes, outside)
-    parts = skipping_run(what, takes, Steady(0, 5, PERIODS, 1), far)[1]
-    assert parts == pytest.approx(outside.state.clocks)
-    assert parts[0, 0] == 0.5 * PERIODS / 3
+    assert (skipping_run(what, takes, Steady(0, 5, PERIODS, 1)).max() == pytest.approx(end.max())) == runs
 
 
 def test_a_host_that_falls_behind_is_not_skipped() -> None:
@@ -248,6 +222,6 @@ def test_a_host_that_falls_behind_is_not_skipped() -> None:
     transition[:, 0, 0] = 1.0
     transition[:, 0, HOST], transition[:, HOST, HOST] = -20.0, 2.0
     what, takes = pipeline(PERIODS), alternating(transition, PERIODS, 0.0, [[0.0, 0.0], [0.0, 0.0]])
-    clocks, _ = skipping_run(what, takes, Steady(0, 5, PERIODS, 1))
+    clocks = skipping_run(what, takes, Steady(0, 5, PERIODS, 1))
     assert clocks == pytest.approx(full_run(what, takes)[0].clocks)
     assert clocks[0, 0] > PERIODS + 10

@@ -45,7 +45,7 @@ def test_zero_bubble_schedules_as_published(name: str, v: int, bubble: float) ->
 def test_a_message_passes_when_both_sides_are_ready() -> None:
     """Two stages, one micro-batch: forward, message, forward and backward, message, backward."""
     track = find_track("gpipe", 2, 1)
-    run = run_track(track, *plain(track, {0: 1.0, 1: 2.0}), np.full(2, 0.25), host_action_s=0.01, host_message_s=0.002)
+    run = run_track(track, *plain(track, {0: 1.0, 1: 2.0}), np.full(2, 0.25), (0.01, 0.002))
     asked, sent = 0.002, 1.01 + 0.002
     assert run.posted[0].tolist() == pytest.approx([sent, asked])
     assert run.log.message_start[0] == pytest.approx(sent)
@@ -99,34 +99,27 @@ def runs(draw: st.DrawFn) -> tuple[Track, Ints, Floats, Floats, float, float]:
     none[:, range(clocks), range(clocks)] = False
     transition[none] = -np.inf
     message_seconds = random.uniform(0, draw(st.sampled_from([0.0, 0.1, 3.0])), track.num_messages)
-    return (
-        track,
-        segment,
-        transition,
-        message_seconds,
-        draw(st.sampled_from([0.0, 0.1])),
-        draw(st.sampled_from([0, 0.02])),
-    )
+    host = draw(st.sampled_from([0.0, 0.1])), draw(st.sampled_from([0, 0.02]))
+    return track, segment, transition, message_seconds, host
 
 
 @given(runs())
-def test_the_walk_adds_up(case: tuple[Track, Ints, Floats, Floats, float, float]) -> None:
+def test_the_walk_adds_up(case: tuple[Track, Ints, Floats, Floats, tuple[float, float]]) -> None:
     """Every clock is the sum of what lies on its critical path."""
-    track, segment, transition, message_seconds, host_action_s, host_message_s = case
-    run = run_track(track, segment, transition, message_seconds, host_action_s, host_message_s)
+    track, _, transition, message_seconds, host = case
+    run = run_track(*case)
     for stage in range(track.num_stages):
         for clock in range(transition.shape[1]):
             uses, message_uses, actions, messages = path_uses(run, stage, clock)
             total = (uses[uses > 0] * transition[uses > 0]).sum() + message_uses @ message_seconds
-            total += actions * host_action_s + messages * host_message_s
+            total += actions * host[0] + messages * host[1]
             assert total == pytest.approx(float(run.clocks[stage, clock]), rel=1e-9)
 
 
 @given(runs())
-def test_every_wait_is_kept(case: tuple[Track, Ints, Floats, Floats, float, float]) -> None:
+def test_every_wait_is_kept(case: tuple[Track, Ints, Floats, Floats, tuple[float, float]]) -> None:
     """No action starts before its message is there, and a stage's actions do not overlap."""
-    track, segment, transition, message_seconds, host_action_s, host_message_s = case
-    run = run_track(track, segment, transition, message_seconds, host_action_s, host_message_s)
+    track, run = case[0], run_track(*case)
     assert (run.log.start[track.target, 0] >= run.log.message_finish).all()
     assert (run.log.message_start == run.posted.max(axis=1)).all()
     assert (run.posted[:, 0] >= run.log.finish[track.source, 0]).all()
@@ -138,7 +131,7 @@ def test_every_wait_is_kept(case: tuple[Track, Ints, Floats, Floats, float, floa
 def test_compiled_and_interpreted_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loops give the same as plain Python and as machine code."""
     track = find_track("interleaved-zb", 3, 36, 2, "torch")
-    given = (track, *plain(track, {0: 1.0, 2: 1.1, 3: 0.7}), np.full(track.num_messages, 0.1), 0.01, 0.001)
+    given = (track, *plain(track, {0: 1.0, 2: 1.1, 3: 0.7}), np.full(track.num_messages, 0.1), (0.01, 0.001))
     results = []
     for native in (False, True):
         for loop in (run_entries, run_periods, trace_path):

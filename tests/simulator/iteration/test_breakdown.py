@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link
 from stepsight.dataset.job.job import Job
 from stepsight.simulator.durations.latency_model import RooflineLatency
-from stepsight.simulator.iteration.simulate import Simulation, iteration_flops, simulate
+from stepsight.simulator.iteration.breakdown import iteration_flops
+from stepsight.simulator.iteration.simulate import Simulation, simulate
 from tests.simulator.any_job import FABRIC, devices, jobs
 
 MANY = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])

@@ -16,8 +16,7 @@ from stepsight.dataset.kinds.op import Collective
 from stepsight.simulator.clock.track import run_track
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.durations.segment_timing import AS_IT_IS, Slowdown, Timer
-from stepsight.simulator.iteration.simulate import Simulation, simulate
-from stepsight.simulator.iteration.simulated_iteration import Pipeline, distinct_pipelines
+from stepsight.simulator.iteration.simulate import Pipeline, Simulation, distinct_pipelines, simulate
 from stepsight.simulator.programs.lower import lower
 from stepsight.simulator.programs.sizes import layout_of
 from tests.simulator.any_job import EXPERTS, FABRIC, devices, jobs

@@ -6,7 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.job.job import Job
 from stepsight.simulator.durations.latency_model import RooflineLatency
-from stepsight.simulator.iteration.simulate import explain, simulate
+from stepsight.simulator.iteration.simulate import simulate
+from stepsight.simulator.iteration.simulate_many import explain
 from tests.simulator.any_job import FABRIC, devices, jobs
 from tests.simulator.conftest import JobMaker
 

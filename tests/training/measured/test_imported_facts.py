@@ -119,7 +119,7 @@ def test_host_times_come_from_gaps_without_a_wait() -> None:
     segments = np.arange(track.num_actions, dtype=np.int32)
     seconds = np.full(track.num_actions, 0.05).reshape(-1, 1, 1)
     messages = np.full(track.num_messages, 1e-4)
-    found = run_track(track, segments, seconds, messages, HOST_ACTION_S, HOST_MESSAGE_S)
+    found = run_track(track, segments, seconds, messages, (HOST_ACTION_S, HOST_MESSAGE_S))
     labels = {name: label for label, name in KINDS.items()}
     spans = [
         [
