@@ -38,7 +38,6 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective
 from stepsight.experiments.reports.text_table import Column, table_of
 from stepsight.experiments.studies.study import Row, Study, cases, figures_text
-from stepsight.simulator.iteration.breakdown import segment_flops
 from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.memory import estimate_memory
 from stepsight.simulator.programs.lower import Lowered
@@ -177,7 +176,7 @@ def lowered_counts(lowered: Lowered, stage: int) -> tuple[Counts, float]:
     flops, track = 0.0, lowered.track
     for index in [*lowered.segment[track.stage == stage].tolist(), int(lowered.optimizer[stage])]:
         segment = lowered.segments[index]
-        flops += segment_flops(segment)
+        flops += segment.flops
         for node, lost in zip(segment.program.nodes, segment.graph.taken, strict=True):
             if isinstance(node.work, Collective) and not lost:
                 both = 2 if node.work.kind == "send_recv" else 1  # a rank of a ring sends one and receives one

@@ -14,11 +14,10 @@ pace of the slowest.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
-from typing import Any
 
 import numpy as np
 
@@ -26,17 +25,18 @@ from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.hardware.hardware import HARDWARE, Hardware
 from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.sharding import RankTables
 from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.simulator.blocks.dlrm import INDICES, SUMS, lookup_ops
 from stepsight.simulator.clock.engine import HOST, NUM_CLOCKS, Floats, Ints, add_path
 from stepsight.simulator.clock.track import TrackRun, path_uses, run_track, through, track_clocks
 from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLatency, preset_latency
 from stepsight.simulator.durations.segment_timing import AS_IT_IS, OpTimes, Slowdown, Timer, timer_of
-from stepsight.simulator.iteration.breakdown import break_down
-from stepsight.simulator.iteration.timeline import timeline_json
 from stepsight.simulator.memory import Memory as Memory
 from stepsight.simulator.memory import estimate_memory
+from stepsight.simulator.programs.block_pass import STREAMS
 from stepsight.simulator.programs.lower import Lowered, lower
-from stepsight.simulator.programs.sizes import REPLICAS, Layout, layout_of
+from stepsight.simulator.programs.sizes import REPLICAS, Layout, layout_of, rank_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,20 +190,12 @@ class Simulation:
         time; ``bubble`` the rest: waiting for other stages.  A recommendation model has ``lookups`` of the mean rank,
         ``imbalance`` (what the slowest rank's take beyond), ``dense``, ``index_exchange`` and ``all_to_all`` instead.
         """
-        return break_down(self)
+        return _break_down(self)
 
     @property
     def memory(self) -> Memory:
         """Bytes that each stage needs."""
         return estimate_memory(self.job, self.hardware)
-
-    def timeline(self, level: str = "segment", scale: float = 1.0) -> dict[str, Any]:
-        """Chrome trace events for Perfetto: a process per stage, a thread per stream.
-
-        ``level``: ``segment`` (one event per action) or ``op`` (one per op and collective).  ``scale``: of all times.
-        """
-        events: dict[str, Any] = json.loads(b"".join(timeline_json(self, level, scale)))
-        return events
 
     @property
     def carried(self) -> bool:
@@ -358,3 +350,92 @@ def _pass(
     seconds = message_seconds if plain else message_seconds * pipeline.message_factors(lowered)
     clocks = track_clocks(track, rows, transition, seconds, host)
     return PipelineRun(pipeline, lowered, segments, slowdowns, rows, transition, seconds, host, clocks)
+
+
+CATEGORIES = (
+    "compute",
+    "tp_communication",
+    "cp_communication",
+    "ep_communication",
+    "dp_communication",
+    "pp_communication",
+    "host",
+    "bubble",
+    "optimizer",
+)
+
+
+def _break_down(simulation: Simulation) -> dict[str, float]:
+    """Seconds by category, mean over stages of the slowest pipeline; see ``Simulation.breakdown``."""
+    low, total, pipeline_run = simulation.lowered, simulation.iteration_time_s, simulation.slowest
+    run, stages = pipeline_run.run, low.num_stages
+    runs = np.bincount(pipeline_run.rows, minlength=len(pipeline_run.segments)) / stages
+    used = np.flatnonzero(runs).tolist()
+    time = simulation.timer.segment
+    times = [time(low.segments[pipeline_run.segments[row]], pipeline_run.condition(row)) for row in used]
+    streams = dict(zip(STREAMS, runs[used] @ np.stack([each.by_stream for each in times]), strict=True))
+    if simulation.carried:
+        free = np.ascontiguousarray(pipeline_run.transition[:, :NUM_CLOCKS, :NUM_CLOCKS])
+        host = float(pipeline_run.clocks[0, 0] - _ends(pipeline_run, free, pipeline_run.message_seconds)[0, 0])
+    else:
+        host = float(runs[used] @ np.array([each.host for each in times]))
+    seconds = {"compute": streams["compute"], "host": host + streams["offload"]}
+    seconds |= {f"{axis}_communication": streams[axis] for axis in ("tp", "cp", "ep")}
+    inside = float((run.log.finish[:, 0] - run.log.start[:, 0]).sum()) / stages - sum(seconds.values())
+    # The optimizer's ops; the remaining time between a stage's last backward and its end is traffic, or waiting for
+    # others.
+    optimizers = enumerate(low.optimizer.tolist())
+    ends = [time(low.segments[at], simulation.optimizer_condition(stage)) for stage, at in optimizers]
+    seconds["optimizer"] = float(np.stack([end.by_stream for end in ends])[:, 0].mean())
+    until = simulation.clocks[:, :NUM_CLOCKS].max(axis=1) - simulation.clocks[:, 0]
+    after = simulation.finish[:, :NUM_CLOCKS].max(axis=1) - simulation.begin
+    launched = 0.0
+    if simulation.hardware.has_host:
+        paths = simulation.optimizer_paths(carried=True)[:, :NUM_CLOCKS, :NUM_CLOCKS]
+        ended = through(paths, simulation.entry[:, :NUM_CLOCKS]).max(axis=1)
+        launched = float((after - (ended - simulation.begin)).mean())
+    data = inside + float((until + after).mean()) - seconds["optimizer"] - launched
+    seconds["host"] += launched
+    seconds["dp_communication"] = max(data, 0.0)
+    seconds["pp_communication"] = 0.0
+    if low.track.num_messages:
+        alone = _ends(pipeline_run, pipeline_run.transition, np.zeros(len(pipeline_run.message_seconds)))
+        seconds["pp_communication"] = max(0.0, float(pipeline_run.clocks.max() - alone.max()))
+    seconds["bubble"] = total - sum(seconds.values())
+    if seconds["bubble"] < 0:  # messages that overlap
+        seconds["pp_communication"] = max(0.0, seconds["pp_communication"] + seconds.pop("bubble"))
+        seconds["bubble"] = max(0.0, total - sum(seconds.values()))
+    found = {category: float(seconds[category]) for category in CATEGORIES}
+    tables = rank_shape(simulation.job).tables if simulation.job.model.tables else None
+    return found if tables is None else _of_tables(simulation, found, tables)
+
+
+# Lines of the breakdown of a recommendation model, in place of those of its streams.
+_LINES = {INDICES: "index_exchange", SUMS: "all_to_all"}
+
+
+def _of_tables(simulation: Simulation, seconds: dict[str, float], tables: RankTables) -> dict[str, float]:
+    """The breakdown of a recommendation model: lookups of the mean rank, what the slowest one takes beyond, the dense
+    part, and the two exchanges as far as the computation waits for them.
+    """
+    lookups = float(simulation.timer.work_seconds(lookup_ops(tables)).sum()) * simulation.lowered.num_micro_batches
+    found = {"lookups": lookups * tables.mean_share, "imbalance": lookups * (1.0 - tables.mean_share)}
+    found["dense"] = max(seconds.pop("compute") - lookups, 0.0)
+    found |= {line: seconds.pop(f"{stream}_communication") for stream, line in _LINES.items()}
+    return found | {key: value for key, value in seconds.items() if key not in ("tp_communication", "pp_communication")}
+
+
+def _ends(pipeline_run: PipelineRun, transition: Floats, messages: Floats) -> Floats:
+    """Clocks of a pipeline's stages at the end with other paths through segments, or other messages."""
+    return track_clocks(pipeline_run.lowered.track, pipeline_run.rows, transition, messages, pipeline_run.host)
+
+
+def exchange_facts(breakdown: Mapping[str, float]) -> dict[str, float]:
+    """Of a recommendation model's breakdown: seconds that a rank waits for communication, and the slowest rank's
+    lookups over those of the mean; empty for other models.
+    """
+    if "lookups" not in breakdown:
+        return {}
+    waits = sum(breakdown[name] for name in ("index_exchange", "all_to_all", "dp_communication"))
+    lookups = breakdown["lookups"]
+    return {"exposed_communication": waits, "imbalance": (lookups + breakdown["imbalance"]) / max(lookups, 1e-12)}

@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,14 +25,12 @@ from stepsight.dataset.kinds import COLLECTIVE_KINDS
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.clock.engine import NUM_CLOCKS, Floats
 from stepsight.simulator.clock.trace_writer import TraceWriter, micros, whole_ns
+from stepsight.simulator.iteration.simulate import PipelineRun, Simulation
 from stepsight.simulator.memory import estimate_moments
 from stepsight.simulator.programs.lower import Lowered
 from stepsight.simulator.programs.segment import CLOCK_STREAMS
 from stepsight.simulator.programs.sizes import layout_of
 from stepsight.simulator.schedules import KIND_NAMES
-
-if TYPE_CHECKING:
-    from stepsight.simulator.iteration.simulate import PipelineRun, Simulation
 
 LEVELS = ("segment", "op")
 _ACTION, _PROCESS = b"\x01", b"\x02"  # fields that a template leaves open, besides the times
@@ -60,6 +58,12 @@ def timeline_json(
     events = (writer.pipeline(each, number * count, wanted) for number, each in enumerate(chosen))
     told = {"job": simulation.job.name, "iteration_time_s": simulation.iteration_time_s * scale}
     return writer.whole(told, chain.from_iterable(events))
+
+
+def timeline(simulation: Simulation, level: str = "segment", scale: float = 1.0) -> dict[str, Any]:
+    """Trace events as plain values; arguments as in ``timeline_json``."""
+    events: dict[str, Any] = json.loads(b"".join(timeline_json(simulation, level, scale)))
+    return events
 
 
 class _JobWriter(TraceWriter):

@@ -114,6 +114,20 @@ def signatures(job: Job, hardware: Hardware) -> tuple[set[Op], set[Collective]]:
     return {w for w in works if isinstance(w, Op)}, {w for w in works if isinstance(w, Collective)}
 
 
+BACKWARD_OVER_FORWARD = 2.0  # gradients of the input and of the weights
+
+
+def iteration_flops(lowered: Lowered) -> tuple[float, float]:
+    """FLOP of an iteration, needed by the model and executed (with recomputation): of one rank of each stage, summed
+    over stages.
+    """
+    flops = np.array([segment.flops for segment in lowered.segments])
+    done = float(flops[lowered.segment].sum())
+    forward = float(flops[lowered.segment[lowered.track.kind == FORWARD]].sum())
+    # If the gradient of an input is not needed (the patches of an image), the model needs less.
+    return min((1.0 + BACKWARD_OVER_FORWARD) * forward, done), done
+
+
 class _Asked(NamedTuple):
     """Everything that a lowered job depends on; jobs with equal values share one lowering."""
 

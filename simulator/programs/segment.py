@@ -58,6 +58,17 @@ class Segment:
         """Distinct signatures in order of first use in ``program``."""
         return tuple(dict.fromkeys(node.work for node in self.program.nodes))
 
+    @cached_property
+    def flops(self) -> float:
+        """FLOP of one run on one rank: of products and attention alone, a multiply-add as two; causal attention counts
+        the half that is computed.
+        """
+        total = 0.0
+        for what, first, last, times in self.events[self.events[:, 0] == RUN, 1:5].tolist():
+            works = [node.work for node in self.passages[what].program.nodes[first:last]]
+            total += times * sum(w.flops for w in works if isinstance(w, Op) and w.record.bound == "compute")
+        return total
+
     def filled(self, work: Callable[[Slot], Any]) -> Segment:
         """The segment of one rank, if this is a plan: its ``passages`` and ``sent`` are slots, which ``work`` fills."""
         passages, sent = (tuple([work(slot) for slot in slots]) for slots in (self.passages, self.sent))  # type: ignore[arg-type]

@@ -14,11 +14,11 @@ from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.hardware.hardware import find_hardware, unknown_hardware
 from stepsight.dataset.job.job import Job, JobLike
 from stepsight.simulator.durations import latency_model
-from stepsight.simulator.iteration.breakdown import exchange_facts, iteration_flops
-from stepsight.simulator.iteration.simulate import Simulation, simulate
+from stepsight.simulator.iteration.simulate import Simulation, exchange_facts, simulate
 from stepsight.simulator.iteration.simulate_many import Sensitivity, explain
-from stepsight.simulator.iteration.timeline import timeline_json
+from stepsight.simulator.iteration.timeline import timeline, timeline_json
 from stepsight.simulator.memory import Memory, estimate_memory
+from stepsight.simulator.programs.lower import iteration_flops
 from stepsight.training.corrections.calibration import Calibration, JobCorrection
 from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE, interval_text, seconds_text
 from stepsight.training.corrections.residual import JobFeatures, NearRuns
@@ -296,7 +296,7 @@ class Prediction:
 
     def timeline(self, level: str = "segment") -> dict[str, Any]:
         """Chrome trace events, for ui.perfetto.dev; ``level``: ``segment`` (a pass of a stage) or ``op``."""
-        return self.simulation.timeline(level, self._scale)
+        return timeline(self.simulation, level, self._scale)
 
     def timeline_json(self, level: str = "segment") -> Iterator[bytes]:
         """The timeline as pieces of JSON, to be written to a file."""

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link
 from stepsight.dataset.job.job import Job
 from stepsight.simulator.durations.latency_model import RooflineLatency
-from stepsight.simulator.iteration.breakdown import iteration_flops
 from stepsight.simulator.iteration.simulate import Simulation, simulate
+from stepsight.simulator.iteration.timeline import timeline
+from stepsight.simulator.programs.lower import iteration_flops
 from tests.simulator.any_job import FABRIC, devices, jobs
 
 MANY = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
@@ -88,7 +89,7 @@ def test_needed_work_is_done_and_takes_its_time(job: Job, hardware: Hardware) ->
 def test_every_timeline_is_whole(job: Job, hardware: Hardware, level: str) -> None:
     """Streams do one thing at a time, actions are there once, and the last event ends with the iteration."""
     result = run(job, hardware)
-    events = result.timeline(level)["traceEvents"]
+    events = timeline(result, level)["traceEvents"]
     streams = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans = defaultdict(list)
     for event in events:

@@ -4,8 +4,7 @@ import pytest
 
 from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.kinds.op import Op
-from stepsight.simulator.iteration.breakdown import iteration_flops
-from stepsight.simulator.programs.lower import lower
+from stepsight.simulator.programs.lower import iteration_flops, lower
 from tests.simulator.any_job import LATENT
 from tests.simulator.conftest import JobMaker
 

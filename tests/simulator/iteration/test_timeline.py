@@ -12,7 +12,7 @@ from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link
 from stepsight.dataset.job.job import Job
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.iteration.simulate import Simulation, simulate
-from stepsight.simulator.iteration.timeline import timeline_json
+from stepsight.simulator.iteration.timeline import timeline, timeline_json
 from tests.simulator.any_job import FABRIC, devices, jobs
 from tests.simulator.conftest import JobMaker
 
@@ -24,7 +24,7 @@ def simulation(make_job: JobMaker, gpu: Hardware) -> Simulation:
 
 
 def events(simulation: Simulation, level: str) -> list[Any]:
-    return json.loads(json.dumps(simulation.timeline(level), allow_nan=False))["traceEvents"]
+    return json.loads(json.dumps(timeline(simulation, level), allow_nan=False))["traceEvents"]
 
 
 def nanoseconds(value: str) -> int:
@@ -83,7 +83,7 @@ def test_every_action_is_there_once(simulation: Simulation) -> None:
 
 def test_unknown_levels_are_refused(simulation: Simulation) -> None:
     with pytest.raises(StepsightError, match="level must be one of segment, op, got 'kernel'"):
-        simulation.timeline("kernel")
+        timeline(simulation, "kernel")
 
 
 @pytest.mark.parametrize("strategy", [{"schedule": "zb-h1"}, {"zero_stage": 3, "reshard_after_forward": False}, {}])

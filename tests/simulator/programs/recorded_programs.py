@@ -18,9 +18,8 @@ from stepsight.dataset.hardware.hardware import HARDWARE, find_fabric
 from stepsight.dataset.job.specs import ExecutionSpec
 from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.durations.latency_model import RooflineLatency
-from stepsight.simulator.iteration.breakdown import iteration_flops
 from stepsight.simulator.iteration.simulate import simulate
-from stepsight.simulator.programs.lower import lower
+from stepsight.simulator.programs.lower import iteration_flops, lower
 from stepsight.simulator.programs.segment import Segment
 from tests.simulator.memory.reference_values import EXPERTS, JOBS, LATENT, T5, job
 
