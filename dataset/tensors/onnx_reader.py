@@ -72,13 +72,9 @@ def _check_ranges(graph: Any) -> None:
     tensors = {tensor.name: tensor for tensor in graph.initializer}
     tensors |= {node.output[0]: at.t for node in graph.node for at in node.attribute if at.HasField("t")}
     for node in graph.node:
-        for name in node.input if node.op_type == "Range" else ():
-            if (
-                name in tensors
-                and math.prod(tensors[name].dims) == 1
-                and abs(to_array(tensors[name]).item()) > ModelReader.left
-            ):
-                raise CaptureError(f"{_title(node)} must count to at most {ModelReader.left}")
+        given = (tensors[name] for name in node.input if node.op_type == "Range" and name in tensors)
+        if any(math.prod(each.dims) == 1 and abs(to_array(each).item()) > ModelReader.left for each in given):
+            raise CaptureError(f"{_title(node)} must count to at most {ModelReader.left}")
 
 
 def _num_nodes(model: Any) -> int:
@@ -137,7 +133,8 @@ class OnnxReader(ModelReader):
         self._keep_types({value.name: value.type for value in (*graph.input, *graph.value_info, *graph.output)})
 
     def _keep_types(self, found: Mapping[str, Any]) -> None:
-        for name, tensor in ((name, each.tensor_type) for name, each in found.items()):
+        for name, each in found.items():
+            tensor = each.tensor_type
             if tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim):
                 self.shapes.setdefault(name, tuple(max(dim.dim_value, 1) for dim in tensor.shape.dim))
             self._types.setdefault(name, tensor.elem_type)
@@ -163,8 +160,6 @@ class OnnxReader(ModelReader):
             self.shapes[writes[0]] = self.shapes.get(reads[0], ())
             if reads[0] in self.constants:
                 self.constants[writes[0]] = self.constants[reads[0]]
-        elif node.op_type == "Shape" and reads[0] in self.shapes:
-            self._keep(writes, [np.array(self.shapes[self.same.get(reads[0], reads[0])], dtype=np.int64)])
         elif not self._is_computed(node, reads, writes) and writes:
             is_view = node.op_type in _VIEWS
             self.add(self._found(node, reads), writes, node.name or node.op_type, None if is_view else node)
@@ -178,7 +173,7 @@ class OnnxReader(ModelReader):
         try:
             schema = onnx.defs.get_schema(node.op_type, self._opsets.get(node.domain, 1), node.domain)
             types = {name: onnx.helper.make_tensor_type_proto(self._types[name], self.shapes[name]) for name in reads}
-            known = {*reads} & self.constants.keys()
+            known = [name for name in reads if name in self.constants]
             data = {name: onnx.numpy_helper.from_array(self.constants[name]) for name in known}
             found = onnx.shape_inference.infer_node_outputs(schema, node, types, data)
         except onnx.shape_inference.InferenceError as error:
@@ -191,26 +186,26 @@ class OnnxReader(ModelReader):
         self._keep_types(found)
 
     def _is_computed(self, node: Any, reads: Sequence[str], writes: Sequence[str]) -> bool:
-        """Compute what follows from constants alone, if it is small."""
-        from onnx.reference import ReferenceEvaluator
+        """Compute what follows from shapes or constants alone, if it is small."""
+        import onnx.reference
 
         numel = sum(math.prod(self.shapes.get(name, (ModelReader.left + 1,))) for name in writes)
         is_random = _STREAMED.get(node.op_type) == "random"
-        if is_random or not {*reads} <= self.constants.keys() or not self.affords(numel):
+        if node.op_type == "Shape" and reads[0] in self.shapes:
+            found: Any = [self.shapes[self.same.get(reads[0], reads[0])]]
+        elif is_random or not {*reads} <= self.constants.keys() or not self.affords(numel):
             return False
-        try:
-            found = ReferenceEvaluator(node).run(None, {name: self.constants[name] for name in reads})
-        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
-            return False  # an op that the library does not compute
-        self._keep(writes, found)
-        return True
-
-    def _keep(self, names: Sequence[str], values: Sequence[Any]) -> None:
-        import onnx
-
-        for name, value in zip(names, values, strict=False):
+        else:
+            try:
+                found = onnx.reference.ReferenceEvaluator(node).run(
+                    None, {name: self.constants[name] for name in reads}
+                )
+            except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
+                return False  # an op that the library does not compute
+        for name, value in zip(writes, found, strict=False):
             self.constants[name] = array = np.asarray(value)
             self.shapes[name], self._types[name] = array.shape, onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+        return True
 
     def _found(self, node: Any, reads: list[str]) -> Found:
         kind, settings = node.op_type, _settings(node)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +20,13 @@ from stepsight.dataset.tensors.calls import UNSAVED, Array, Shapes, TensorCall, 
 PRECISIONS = ("fp32", "bf16", "fp16")
 _FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20  # bucket sizes of DDP in bytes: the first one, and all others
 _STATES = 2  # copies of the parameters during training beside gradients: two moments
+_Of = tuple[TensorCall, Iterable[int]]  # the call that a node comes from, and the nodes that it waits for
+
+
+def _numbers(*first: str) -> defaultdict[Any, int]:
+    """A table that numbers its keys as they come."""
+    found: defaultdict[Any, int] = defaultdict(lambda: len(found), zip(first, itertools.count(), strict=False))
+    return found
 
 
 def rank_of(step: TensorStep, stage: int, devices_per_node: int) -> CapturedRank:
@@ -31,13 +38,10 @@ class _Rank:
     """Nodes in the form in which a captured process writes them."""
 
     def __init__(self, step: TensorStep, stage: int) -> None:
-        self._step, self._stage = step, stage
-        self._ranks = _groups(step)
+        self._step, self._stage, self._ranks = step, stage, _groups(step)
         self._gradients = frozenset(step.gradients.values())
-        self._streams: dict[str, int] = {"compute": 0}
+        self._streams, self._works, self._names = _numbers("compute"), _numbers(), _numbers()
         self._groups: dict[str, tuple[int, tuple[int, ...]]] = {}
-        self._works: dict[Any, int] = {}
-        self._names: dict[str, int] = {}
         self._nodes: list[list[int]] = []
         self._edges: list[list[Any]] = []
         self._live: list[int] = []
@@ -58,7 +62,6 @@ class _Rank:
                 in_place = call.op not in ("send", "join") and not self._ops[number]
             if roots and in_place:
                 self._root |= dict.fromkeys(call.writes, roots[0])
-        self._outputs = {self._root.get(name, name) for name in step.outputs.values()}
         own = {name for _, call in of_stage if call.stage == stage for name in call.reads} & {*step.parameters}
         self._bytes = sum(map(self._size, own)) * (1 + _STATES * bool(step.gradients))
         self._held: dict[str, int] = {}
@@ -71,10 +74,10 @@ class _Rank:
 
     def record(self) -> dict[str, Any]:
         """The record; the last reductions come after all calls, and one kernel that updates all parameters."""
-        step = self._step
+        step, outputs = self._step, {self._root.get(name, name) for name in self._step.outputs.values()}
         for place, (number, call) in enumerate(self._issued):
             self._add(number, call)
-            for name in {self._root.get(name, name) for name in (*call.reads, *call.writes)} - self._outputs:
+            for name in {self._root.get(name, name) for name in (*call.reads, *call.writes)} - outputs:
                 if self._last.get(name, place) <= place:  # no later call reads it
                     self._bytes -= self._held.pop(name, 0)
         self._flush(0)
@@ -84,17 +87,10 @@ class _Rank:
             op = Op("adamw", (numel, len(self._updated)), step.dtype)
             self._op(op, TensorCall("adamw", (), (), name="adamw", phase=OPTIMIZER), before)
         return {
-            "form": FORM,
-            "rank": self._ranks["pp"][self._stage],
-            "world_size": step.world_size,
-            "works": list(self._works),
-            "names": list(self._names),
-            "streams": list(self._streams),
-            "nodes": self._nodes,
-            "live_bytes": self._live,
-            "edges": self._edges,
+            **{"form": FORM, "rank": self._ranks["pp"][self._stage], "world_size": step.world_size},
+            **{"works": list(self._works), "names": list(self._names), "streams": list(self._streams)},
+            **{"nodes": self._nodes, "live_bytes": self._live, "edges": self._edges, "notes": list(step.notes)},
             "groups": [[name, list(ranks)] for name, (_, ranks) in self._groups.items()],
-            "notes": list(step.notes),
         }
 
     def _add(self, number: int, call: TensorCall) -> None:
@@ -129,13 +125,10 @@ class _Rank:
         return tuple(dict.fromkeys(node for name in names for node in self._made_by.get(name, ())))
 
     def _op(self, op: Op, call: TensorCall, before: Iterable[int]) -> int:
-        if self._step.precision and op.dtype in PRECISIONS:
-            op = Op(op.kind, op.dims, self._step.precision)
-        return self._node(OP, (COMPOSITE, op.kind, op.dims, op.dtype, call.known), "compute", (call, before))
+        dtype = self._step.precision if self._step.precision and op.dtype in PRECISIONS else op.dtype
+        return self._node(OP, (COMPOSITE, op.kind, op.dims, dtype, call.known), "compute", (call, before))
 
-    def _collective(
-        self, kind: str, size: int, axis: str, of: tuple[TensorCall, Iterable[int]], stream: str = ""
-    ) -> int:
+    def _collective(self, kind: str, size: int, axis: str, of: _Of, stream: str = "") -> int:
         first = 0 if axis.startswith("pp") else self._ranks["pp"][self._stage]
         ranks = tuple(first + rank for rank in self._ranks[axis])
         name = axis if axis.startswith("pp") or self._step.num_stages == 1 else f"{axis}_stage{self._stage}"
@@ -145,11 +138,10 @@ class _Rank:
     def _send(self, number: int, call: TensorCall, before: tuple[int, ...]) -> tuple[int, ...]:
         """One side of a message, on a stream of its own; the receiver waits for nothing else."""
         pair = tuple(sorted((call.stage, call.settings["to"])))
-        axis, sends = f"pp_{pair[0]}_{pair[1]}", call.stage == self._stage
+        axis, waits_for = f"pp_{pair[0]}_{pair[1]}", before if call.stage == self._stage else ()
         self._ranks[axis] = tuple(self._ranks["pp"][stage] for stage in pair)
         stream = f"pp {call.reads[0].partition(' #')[0]} to {call.settings['to']}"
-        of = (call, before if sends else ())
-        node = self._collective("send_recv", self._size(call.reads[0]), axis, of, stream)
+        node = self._collective("send_recv", self._size(call.reads[0]), axis, (call, waits_for), stream)
         self._nodes[node][-1] = number
         return (node,)
 
@@ -165,14 +157,12 @@ class _Rank:
                 self._bucket = [call for call in self._bucket if call.settings["axis"] != axis]
                 self._limit = _BUCKET
 
-    def _node(self, kind: int, work: Any, stream: str, of: tuple[TensorCall, Iterable[int]]) -> int:
-        call, before = of
-        node = len(self._nodes)
-        numbers = self._works.setdefault(work, len(self._works)), self._names.setdefault(call.name, len(self._names))
-        place = self._streams.setdefault(stream, len(self._streams))
+    def _node(self, kind: int, work: Any, stream: str, of: _Of) -> int:
+        (call, before), node = of, len(self._nodes)
         sequence = self._counts[stream] if kind == COLLECTIVE else -1
         self._counts[stream] += 1
-        self._nodes.append([kind, numbers[0], place, call.phase, numbers[1], -1, -1, sequence])
+        places = self._works[work], self._streams[stream], call.phase, self._names[call.name]
+        self._nodes.append([kind, *places, -1, -1, sequence])
         for source in before:
             alike = kind == OP and self._nodes[source][0] == OP
             self._edges.append([source, node, "data" if alike else "synchronisation"])
@@ -183,10 +173,10 @@ class _Rank:
 def _groups(step: TensorStep) -> dict[str, tuple[int, ...]]:
     """Ranks of the first rank's group along each axis: tensor-parallel ranks are neighbours, stages furthest apart."""
     found, stride = {}, 1
+    sizes = {**step.axes, "pp": step.num_stages}
     for name in (*sorted(step.axes, key=lambda axis: not axis.startswith("tp")), "pp"):
-        count = step.num_stages if name == "pp" else step.axes[name]
-        found[name] = tuple(stride * at for at in range(count))
-        stride *= count
+        found[name] = tuple(stride * at for at in range(sizes[name]))
+        stride *= sizes[name]
     return found
 
 
@@ -299,12 +289,18 @@ def with_backward(program: Step) -> Step:
         reads = [*call.reads[:saved], *(found[name] for name in call.writes)]
         for name, gradient in zip(made, add(call, "vjp", reads, made, settings=settings), strict=True):
             if name in found:
-                (gradient,) = add(
-                    call, "add", [found[name], gradient], [name], settings={}, ops=partial(add_ops, dtype=program.dtype)
-                )
+                ops = partial(add_ops, dtype=program.dtype)
+                (gradient,) = add(call, "add", [found[name], gradient], [name], settings={}, ops=ops)
             found[name] = gradient
     gradients = {name: found[name] for name in program.parameters if name in found}
-    return _updated(replace(program, calls=tuple(calls), shapes=shapes, seeds=seeds, gradients=gradients))
+    first = {name: call for call in reversed(program.calls) for name in call.reads}
+    for name, gradient in gradients.items():
+        shapes[f"new {name}"], origin = shapes[name], first[name].origin
+        calls.append(TensorCall("adamw", (name, gradient), (f"new {name}",), phase=OPTIMIZER, origin=origin))
+    outputs = {**program.outputs, **{f"new {name}": f"new {name}" for name in gradients}}
+    outputs |= {f"gradient of {name}": gradient for name, gradient in gradients.items()}
+    made_all = replace(program, calls=tuple(calls), shapes=shapes, inputs=(*program.inputs, *seeds))
+    return replace(made_all, outputs=outputs, seeds=seeds, gradients=gradients)
 
 
 def with_replicas(program: Step, count: int) -> Step:
@@ -321,16 +317,3 @@ def with_replicas(program: Step, count: int) -> Step:
     shapes = {**program.shapes, **{made: program.shapes[name] for name, made in whole.items()}}
     gradients = {parameter: whole[name] for parameter, name in program.gradients.items()}
     return replace(program, calls=tuple(calls), shapes=shapes, gradients=gradients, axes={"dp": count})
-
-
-def _updated(program: Step) -> Step:
-    """A step with the optimizer, after all gradients."""
-    shapes, calls, gradients = dict(program.shapes), list(program.calls), program.gradients
-    first = {name: call for call in reversed(program.calls) for name in call.reads}
-    for name, gradient in gradients.items():
-        shapes[f"new {name}"], origin = shapes[name], first[name].origin
-        calls.append(TensorCall("adamw", (name, gradient), (f"new {name}",), phase=OPTIMIZER, origin=origin))
-    outputs = {**program.outputs, **{f"new {name}": f"new {name}" for name in gradients}}
-    outputs |= {f"gradient of {name}": gradient for name, gradient in gradients.items()}
-    inputs = (*program.inputs, *program.seeds)
-    return replace(program, calls=tuple(calls), shapes=shapes, inputs=inputs, outputs=outputs)

@@ -10,13 +10,14 @@ from abc import ABC, abstractmethod
 from collections import ChainMap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.base.errors import CaptureError, StepsightError
 from stepsight.dataset.kinds.op import Op
-from stepsight.dataset.tensors.calls import Factors, Shapes, TensorCall, layout_of
+from stepsight.dataset.tensors.calls import Shapes, TensorCall, layout_of
 from stepsight.dataset.tensors.ranks import TensorStep
 
 Found = tuple[str, dict[str, Any], list[str]]  # op, settings and reads of a node
@@ -72,13 +73,12 @@ class ModelReader(ABC):
         unknown = "" if node is None else self.kernels(node, self.shapes)[1]
         self._unknown |= {unknown: None} if unknown else {}
         place, ops = len(self._calls), partial(self._ops, node, (*reads, *writes))
-        call = TensorCall(op, (*names,), (*writes,), settings, name, origin=place, ops=ops, known=not unknown)
-        made = [call]
+        made = [TensorCall(op, (*names,), (*writes,), settings, name, origin=place, ops=ops, known=not unknown)]
         if op == "product" and len(reads) > 2:
             plain = f"{writes[0]} without bias"
             self.shapes[plain] = self.shapes[writes[0]]
             bias = TensorCall("add", (plain, names[2]), (*writes,), {"bias": True}, name, origin=place)
-            made = [TensorCall(op, (*names[:2],), (plain,), settings, name, origin=place, ops=ops), bias]
+            made = [replace(made[0], reads=(*names[:2],), writes=(plain,)), bias]
         for each in made:
             if not self.unshaped.keys() & {*each.reads, *each.writes}:
                 self._check(each)
@@ -92,20 +92,17 @@ class ModelReader(ABC):
         """Refuse a call on tensors that do not fit together: each label of its layout must have one size."""
         shapes = [[self.shapes[name] for name in names] for names in (call.reads, call.writes)]
         sizes: dict[Any, int] = {}
-
-        def fits(dims: Factors, shape: Shape) -> bool:
-            known = all(sizes.setdefault(label, size) == size for factors in dims for label, size in factors)
-            return known and len(dims) == len(shape) and all(
-                math.prod(size for _, size in factors) in (each, 1) for factors, each in zip(dims, shape, strict=True)
-            )  # fmt: skip
-
+        labels: list[set[Any]] = []
         try:
             layout = layout_of(call, *shapes)
-            pairs = [*zip(layout.reads, shapes[0], strict=True), *zip(layout.writes, shapes[1], strict=True)]
-            fit = all(fits(dims, shape) for dims, shape in pairs)
-            one, other = ({label for dims in side for factors in dims for label, size in factors if size > 1}
-                          for side in (layout.reads, layout.writes))  # fmt: skip
-            fit = fit and (call.op in ("reduce", "expand") or (one ^ other) - layout.whole <= {"k"})
+            fit = True
+            for side, given in zip((layout.reads, layout.writes), shapes, strict=True):
+                factors = [factor for dims in side for dim in dims for factor in dim]
+                labels.append({label for label, size in factors if size > 1})
+                pairs = [pair for both in zip(side, given, strict=True) for pair in zip(*both, strict=True)]
+                fit &= all(sizes.setdefault(label, size) == size for label, size in factors)
+                fit &= all(math.prod(size for _, size in dim) in (each, 1) for dim, each in pairs)
+            fit &= call.op in ("reduce", "expand") or (labels[0] ^ labels[1]) - layout.whole <= {"k"}
         except (ValueError, LookupError, TypeError, ArithmeticError):
             fit = False
         if call.op == "reshape":
@@ -121,12 +118,12 @@ class ModelReader(ABC):
         read = {name for call in self._calls for name in call.reads}
         written = {name for call in self._calls for name in call.writes}
         self.unshaped = {name: node for name, node in self.unshaped.items() if name in read}
-        inputs = [name for name in dict.fromkeys([*inputs, *sorted(read - written)]) if name in read]
+        given = read - self.constants.keys() - self.parameters
         found = {name: self.same.get(name, name) for name in outputs}
         return TensorStep(
             calls=tuple(self._calls),
             shapes={name: tuple(self.shapes.get(name, ())) for name in (*read, *written)},
-            inputs=tuple(name for name in inputs if name not in self.constants and name not in self.parameters),
+            inputs=tuple(name for name in dict.fromkeys([*inputs, *sorted(read - written)]) if name in given),
             parameters=tuple(name for name in self.shapes if name in self.parameters and name in read),
             outputs={name: tensor for name, tensor in found.items() if tensor in written},
             constants={name: value for name, value in self.constants.items() if name in read},

@@ -7,7 +7,7 @@ compiler.  Inductor is asked before it compiles anything.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -26,22 +26,21 @@ from ..base import one_rank_group
 from ..base.errors import HarnessError
 from ..base.patching import patch
 from ..regions.inductor import Loop, Region, eager, read_region, replace_compile
-from . import attention, collectives, fake_tensors, recorder, value_estimates
+from . import attention, distributed, fake_tensors, recorder, value_estimates
 from .fake_tensors import BACKWARD, FORWARD, FakeWorld
 from .recorder import COMPOSITE, OP, signature_of, storage_of
 
 FUSED, KERNEL = "fused_loops", "fused"
-_NO_CALL = ("MultiOutput",)  # parts of what a library returned
+_NO_CALL = "MultiOutput"  # parts of what a library returned
 
 
 def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> None:
     """Let ``torch.compile`` (``plain``) read regions instead of compiling; ``on_host``: the script finds no GPU."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    for module in (one_rank_group, collectives, fake_tensors, recorder, value_estimates, attention):
+    for module in (one_rank_group, distributed, fake_tensors, recorder, value_estimates, attention):
         trace_rules.add(module.__name__)  # what runs beneath the script is no part of it
     if not on_host:  # what the compiler cannot trace beside the fake device runs as it is written
         torch._dynamo.config.suppress_errors = True
-
     wrapped = builder.wrap_to_fake_tensor_and_record
 
     def wrap(*args: Any, **options: Any) -> Any:
@@ -63,13 +62,11 @@ def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> No
             try:
                 with _disable_current_modes():
                     region = read_region(graph, example_inputs, on_device=on_device, **options)
-                break
+                return eager(_Region(world, graph, region, (_host_calls if on_host else _device_calls)(region)))
             except HarnessError as error:
                 instead = "is fused as for a CPU" if on_device else "runs as it is written"
                 world.recorder.note(f"a compiled region {instead}: {error!s:.300}")
-        else:
-            return eager(graph)
-        return eager(_Region(world, graph, region, (_host_calls if on_host else _device_calls)(region)))
+        return eager(graph)
 
     def backend(graph: Any, example_inputs: Any) -> Any:
         with _disable_current_modes():  # within DDP's forward dynamo leaves them on
@@ -129,23 +126,39 @@ _Call = tuple[str, tuple[str, ...], tuple[Any, ...]]  # of a compiled function: 
 
 
 def _host_calls(region: Region) -> list[_Call]:
-    """Calls of compiled functions on a CPU, of several loops each."""
+    """Calls of compiled functions for a CPU, each of several fused groups."""
     launches = zip(region.launches, region.dims, strict=True)
     return [(launch.call, launch.loops, (COMPOSITE, FUSED, dims, "fp32")) for launch, dims in launches]
 
 
 def _device_calls(region: Region) -> list[_Call]:
     """Kernels of a GPU: every group of fused loops is one."""
-    groups: dict[int, list[Loop]] = {}
+    groups = defaultdict[int, list[Loop]](list)
     for loop in region.loops:
         if not loop.extern:
-            groups.setdefault(loop.kernel, []).append(loop)
+            groups[loop.kernel].append(loop)
     made: list[_Call] = []
     for number, loops in groups.items():
         num_bytes, element = kernel_bytes(region, loops)
         work = COMPOSITE, KERNEL, (max(num_bytes // (2 * element), 1),), "bf16" if element == 2 else "fp32"
         made.append((f"fused_{number}", tuple(loop.name for loop in loops), work))
     return made
+
+
+def kernel_bytes(region: Region, loops: Sequence[Loop]) -> tuple[int, int]:
+    """Bytes that the loops of a fused kernel read from and write to memory, and of an element of its largest buffer."""
+    own = {loop.name for loop in loops}
+    made = {access.buffer for loop in loops for access in loop.writes}
+    outside = {access.buffer for loop in region.loops if loop.name not in own for access in loop.reads}
+    kept = made & {*outside, *region.outputs, *region.inputs}
+    moved, sizes = Counter[tuple[str, bool]](), Counter[int]()
+    for loop in loops:
+        sizes[loop.element_bytes] += loop.elements
+        for writes, accesses in enumerate((loop.reads, loop.writes)):
+            for name, num_bytes in accesses:
+                if name in kept if writes else name in region.buffers and name not in made:
+                    moved[name, bool(writes)] = max(moved[name, bool(writes)], num_bytes)
+    return moved.total(), 2 if sizes.most_common(1)[0][0] == 2 else 4
 
 
 class _Region:
@@ -163,26 +176,29 @@ class _Region:
             return self._graph(*arguments)
         with recorder.paused():
             outputs = self._graph(*arguments)
-        storages = _Storages(region, arguments, outputs)
+        made = (each for each in outputs if isinstance(each, Tensor))
+        given = (*zip(region.inputs, arguments, strict=False), *zip(region.outputs, made, strict=False))
+        storages = {name: storage_of(each) for name, each in given if isinstance(each, Tensor)}
+        kept = {*storages}  # what is between kernels lives as long as it is used
         scope = (BACKWARD if region.direction == "backward" else FORWARD, -1, self._world.scope()[2])
         done: set[int] = set()
         for place, loop in enumerate(region.loops):
             call = self._calls.get(loop.name)
-            if call is None and loop.extern and loop.extern not in _NO_CALL:
+            if call is None and loop.extern and loop.extern != _NO_CALL:
                 self._library(place, loop, storages, scope)
             elif call is not None and id(call) not in done:
                 done.add(id(call))
                 name, loops, work = call
                 reads = {access.buffer for each in loops for access in self._loops[each].reads}
                 writes = {access.buffer for each in loops for access in self._loops[each].writes}
-                what = (OP, recorder.work(work), -1, name)
-                recorder.add(what, storages.of(reads - writes), storages.of(writes), scope)
-            for name in loop.buffers:
+                touched = self._storages(reads - writes, storages), self._storages(writes, storages)
+                recorder.add((OP, recorder.work(work), -1, name), *touched, scope)
+            for name in {*loop.buffers} - kept:
                 if self._last_use[name] <= place:
-                    storages.own.pop(name, None)
+                    storages.pop(name, None)
         return outputs
 
-    def _library(self, place: int, loop: Loop, storages: _Storages, scope: Any) -> None:
+    def _library(self, place: int, loop: Loop, storages: dict[str, Any], scope: Any) -> None:
         """Write a call of a library down: of the ops that it computes, the one of its name."""
         packet, recorder = loop.extern.rpartition(".")[0] or loop.extern, self._world.recorder
         nodes = (self._region.nodes[number] for number in reversed(loop.origins))
@@ -191,54 +207,21 @@ class _Region:
         if node is None:
             recorder.note(f"a compiled region calls {loop.extern}, which is left out")
             return
-        args, kwargs = tree_map(  # tensors without values for nodes of the graph
-            lambda each: each.meta.get("val") if isinstance(each, Node) else each,
-            (node.args, node.kwargs),
-            is_leaf=lambda each: isinstance(each, Node),
-        )
+        value = lambda each: each.meta.get("val") if isinstance(each, Node) else each  # tensors without values
+        args, kwargs = tree_map(value, (node.args, node.kwargs), is_leaf=lambda each: isinstance(each, Node))
         outputs = [each for each in tree_leaves(node.meta.get("val")) if isinstance(each, Tensor)]
         work = recorder.work(signature_of(node.target, args, kwargs, outputs))
-        made = {access.buffer for access in loop.writes}
+        reads, made = ({access.buffer for access in side} for side in (loop.reads, loop.writes))
         for part in self._region.loops[place + 1 :]:
-            if part.extern in _NO_CALL and made & {access.buffer for access in part.reads}:
+            if part.extern == _NO_CALL and made & {access.buffer for access in part.reads}:
                 made |= {access.buffer for access in part.writes}
-        what = (OP, work, -1, node.target._schema.name)
-        recorder.add(what, storages.of(a.buffer for a in loop.reads), storages.of(made), scope)
+        touched = self._storages(reads, storages), self._storages(made, storages)
+        recorder.add((OP, work, -1, node.target._schema.name), *touched, scope)
 
-
-def kernel_bytes(region: Region, loops: Sequence[Loop]) -> tuple[int, int]:
-    """Bytes that the loops of a fused kernel read from and write to memory, and of an element of its largest buffer."""
-    own = {loop.name for loop in loops}
-    made = {access.buffer for loop in loops for access in loop.writes}
-    outside = {access.buffer for loop in region.loops if loop.name not in own for access in loop.reads}
-    kept = made & (outside | set(region.outputs) | set(region.inputs))
-    moved, sizes = dict[tuple[str, bool], int](), Counter[int]()
-    for loop in loops:
-        for access, writes in (*((a, False) for a in loop.reads), *((a, True) for a in loop.writes)):
-            if access.buffer in (kept if writes else set(region.buffers) - made):
-                key = access.buffer, writes
-                moved[key] = max(moved.get(key, 0), access.num_bytes)
-        sizes[loop.element_bytes] += loop.elements
-    element = max(sizes, key=sizes.__getitem__, default=4)
-    return sum(moved.values()), 2 if element == 2 else 4
-
-
-class _Storages:
-    """Storages of a region's buffers by name; those between its kernels live as long as they are used."""
-
-    def __init__(self, region: Region, arguments: Iterable[Any], outputs: Iterable[Any]) -> None:
-        self._bytes = region.buffers
-        given = zip(region.inputs, arguments, strict=False)
-        made = zip(region.outputs, (each for each in outputs if isinstance(each, Tensor)), strict=False)
-        self._kept = {name: storage_of(each) for name, each in (*given, *made) if isinstance(each, Tensor)}
-        self.own: dict[str, Any] = {}  # of those between kernels
-
-    def of(self, names: Iterable[str]) -> Iterator[Any]:
-        """Storages of buffers."""
+    def _storages(self, names: Iterable[str], known: dict[str, Any]) -> Iterator[Any]:
+        """Storages of buffers; those between kernels are made when they are first used."""
         for name in sorted(names):
-            if name in self._kept:
-                yield self._kept[name]
-            elif self._bytes.get(name, 0):
-                if name not in self.own:
-                    self.own[name] = storage_of(torch.empty(self._bytes[name], dtype=torch.uint8))
-                yield self.own[name]
+            if name not in known and (size := self._region.buffers.get(name, 0)):
+                known[name] = storage_of(torch.empty(size, dtype=torch.uint8))
+            if name in known:
+                yield known[name]

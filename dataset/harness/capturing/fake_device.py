@@ -28,8 +28,7 @@ from torch.utils.data import DataLoader
 from ..base import annotate
 from ..base.patching import CAPTURED_DEVICE, MEMORY_BYTES, NoContext, always, cpu_of, cuda_answers, patch
 from . import attention
-from .collectives import NO_SPARSE
-from .distributed import install_shards
+from .distributed import NO_SPARSE, install_shards
 from .fake_tensors import FakeWorld, install_fused_kernels
 from .recorder import COMPOSITE, COMPUTE, OP, Recorder
 
@@ -72,10 +71,9 @@ def install_device(local_size: int, recorder: Recorder) -> None:
         "mem_get_info": (MEMORY_BYTES, MEMORY_BYTES), "memory_summary": "", "utilization": 0,
         "memory_stats": defaultdict(int), **dict.fromkeys(_SILENT),
     }  # fmt: skip
-    patch(torch.cuda, **{name: always(value) for name, value in answers.items()})
-    patch(torch.cuda, device=NoContext, device_of=NoContext)
-    patch(torch.cuda, get_rng_state=lambda *args, **kwargs: torch.get_rng_state())
-    patch(torch.cuda, get_rng_state_all=lambda: [torch.get_rng_state()])
+    patch(torch.cuda, **{name: always(value) for name, value in answers.items()}, device=NoContext, device_of=NoContext)
+    state = torch.get_rng_state
+    patch(torch.cuda, get_rng_state=lambda *_, **__: state(), get_rng_state_all=lambda: [state()])
     patch(torch.version, cuda="12.8")
     followed = {
         "Stream": Stream, "Event": Event, "stream": StreamContext, "StreamContext": StreamContext,
@@ -234,15 +232,15 @@ def _one_process() -> None:
     """Load data in this process, and refuse others that a script starts: they would be outside the fake world."""
     make = DataLoader.__init__
 
+    off = {"num_workers": 0, "pin_memory": False, "persistent_workers": False, "prefetch_factor": None}
+    off |= {"multiprocessing_context": None, "timeout": 0}
+
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        off = {"num_workers": 0, "pin_memory": False, "persistent_workers": False, "prefetch_factor": None}
-        off |= {"multiprocessing_context": None, "timeout": 0}
         make(self, *args, **{name: off.get(name, value) for name, value in kwargs.items()})
 
     def start(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(
-            "the script starts processes of its own, which cannot be captured: capture the script that each rank runs"
-        )
+        why = "which cannot be captured: capture the script that each rank runs"
+        raise RuntimeError(f"the script starts processes of its own, {why}")
 
     patch(DataLoader, __init__=init)
     patch(BaseProcess, start=start)

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..base.errors import own_place
-from ..base.patching import cpu_of
-from .collectives import Collectives, refuse_sparse
+from ..base.patching import always, cpu_of
+from .distributed import Collectives, refuse_sparse
 from .recorder import OP, Recorder, signature_of, storage_of
 from .value_estimates import RESULTS, follow, selects_unknown, spread_of
 
@@ -37,10 +37,10 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _REAL_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _aten = torch.ops.aten
 _WRITES_INPUTS = ("fsdp::all_gather_copy_in",)  # and return parts of them, which their schemas do not say
-_NO_KERNEL = ("aten::_indices", "aten::_values", "aten::_sparse_coo_tensor_unsafe",
-              "aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided",
-              "aten::set_", "aten::resize_", "aten::detach_", "aten::lift_fresh", "aten::lift", "prim::device",
-              "aten::_assert_async", "aten::record_stream")  # fmt: skip
+_NO_KERNEL = ("aten::_indices", "aten::_values", "aten::_sparse_coo_tensor_unsafe", "aten::empty", "aten::new_empty",
+              "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided", "aten::set_", "aten::resize_",
+              "aten::detach_", "aten::lift_fresh", "aten::lift", "prim::device", "aten::_assert_async",
+              "aten::record_stream")  # fmt: skip
 
 
 class FakeWorld(TorchDispatchMode):
@@ -56,10 +56,7 @@ class FakeWorld(TorchDispatchMode):
         self.collectives = Collectives(recorder, self.scope, script)
         self._evaluations: dict[tuple[int, int], int] = {}
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Whether ``torch.compile`` may trace while the mode is on."""
-        return True
+    is_infra_mode = always(True)  # ``torch.compile`` may trace while the mode is on
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not all(kind in _PLAIN or issubclass(kind, FakeTensor) for kind in types):
@@ -90,16 +87,14 @@ class FakeWorld(TorchDispatchMode):
     def _stays_real(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> bool:
         if func in _VALUES or (tensors and all(tensor.dim() == 0 for tensor in tensors)):
             return True
-        if any(tensor.dtype not in _REAL_TYPES or tensor.numel() > MOST_REAL for tensor in tensors):
-            return False
-        if kwargs.get("dtype") not in (None, *_REAL_TYPES):
+        small = lambda each: each.dtype in _REAL_TYPES and each.numel() <= MOST_REAL
+        if not all(map(small, tensors)) or kwargs.get("dtype") not in (None, *_REAL_TYPES):
             return False
         try:
             outputs = tree_leaves(func(*args, **kwargs)) if not func._schema.is_mutable else tensors
         except (DynamicOutputShapeException, DataDependentOutputException):
             return True
-        made = [out for out in outputs if isinstance(out, Tensor)]
-        return all(t.dtype in _REAL_TYPES and t.numel() <= MOST_REAL and t.device.type == "cpu" for t in made)
+        return all(small(out) and out.device.type == "cpu" for out in outputs if isinstance(out, Tensor))
 
     def _value(self, func: Any, tensor: Tensor) -> Any:
         """The value that a script gets if the real one is unknown."""

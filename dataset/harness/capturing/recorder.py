@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,11 +25,11 @@ COMPUTE = "compute"
 DATA, LAUNCH, SYNCHRONISATION = "data", "launch", "synchronisation"
 
 Clock = dict[str, int]  # newest finished node of each stream
-Mark = tuple[int, Clock, list[int]]  # state of an event: its start, the finished nodes, its dependencies
+Mark = tuple[Clock, list[int]]  # state of an event: the finished nodes, and its dependencies
 
 
 class Recorder:
-    """Records nodes while ``active``; streams, events and memory are always tracked."""
+    """Records nodes while ``active``; the memory of storages is always tracked."""
 
     def __init__(self) -> None:
         self.active = False
@@ -40,26 +41,14 @@ class Recorder:
         self.streams: dict[str, int] = {COMPUTE: 0}
         self.live_bytes: list[int] = []
         self.notes: dict[str, None] = {}
-        self._known: dict[str, Clock] = {}
-        self._pending: dict[str, list[int]] = {}
+        self.stream_names = (f"stream {number}" for number in itertools.count(1))  # of those that the script makes
+        self._known = defaultdict[str, Clock](dict)
+        self._pending = defaultdict[str, list[int]](list)
         self._last: Clock = {}
         self._host = -1  # newest wait of the host
         self._launched: Clock = {}  # newest wait of the host that each stream is known to come after
         self._storages: dict[int, _Storage] = {}
         self._bytes = 0
-        self.stream_names = (f"stream {number}" for number in itertools.count(1))  # of those that the script makes
-        self._starts = 0  # marks of before the last start mean nothing
-
-    def start(self) -> None:
-        """Forget what was written down, and write down what comes."""
-        self.active = True
-        self._starts += 1
-        tables: list[Any] = [self.works, self.edges, self._known, self._pending, self._last, self._launched]
-        for table in (*tables, self.nodes, self.live_bytes):
-            table.clear()
-        self._host = -1
-        for storage in self._storages.values():
-            storage.writer = -1
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -83,21 +72,21 @@ class Recorder:
         (-1: forward), sequence number of autograd.
         """
         index, stream = len(self.nodes), self.stream
-        known = self._known.setdefault(stream, {})
+        known = self._known[stream]
         for before in self._pending.pop(stream, ()):
             self.edges.setdefault((before, index), SYNCHRONISATION)
         if self._host > self._launched.get(stream, -1):
             self.edges.setdefault((self._host, index), LAUNCH)
             self._launched[stream] = self._host
-        for storage in reads:
-            writer = self.follow(storage).writer
+        for writer in (self.follow(storage).writer for storage in reads):
             if writer < 0:
                 continue
-            if known.get(self._stream_of(writer), -1) >= writer:
+            of = self._stream_of(writer)
+            if known.get(of, -1) >= writer:
                 self.edges.setdefault((writer, index), DATA)
             elif self.nodes[writer][0] == COLLECTIVE:  # waited for where Python does not see it, as DDP's reducer does
                 self.edges.setdefault((writer, index), SYNCHRONISATION)
-                known[self._stream_of(writer)] = writer
+                known[of] = writer
         for storage in writes:
             self.follow(storage).writer = index
         self._append(stream, what, scope)
@@ -115,29 +104,26 @@ class Recorder:
         if not self.active:
             return
         index = len(self.nodes)
-        for each in [stream] if stream is not None else list(self.streams):
-            for before in [self._last.get(each, -1), *self._pending.get(each, ())]:
-                if before >= 0:
-                    self.edges.setdefault((before, index), SYNCHRONISATION)
+        for each in self.streams if stream is None else (stream,):
+            self.edges |= {(before, index): SYNCHRONISATION for before in self._reached(each)}
         if self._host >= 0:
             self.edges.setdefault((self._host, index), "host_order")
         self._append("host", (HOST, -1, -1, name), (phase, -1, -1))
         self._host = index
 
+    def _reached(self, stream: str) -> list[int]:
+        """Nodes after which what a stream has been given is over."""
+        return [*self._pending[stream], *([self._last[stream]] if stream in self._last else [])]
+
     def mark(self, stream: str) -> Mark:
         """Where a stream is now: what an event on it keeps."""
-        reached = [*self._pending.get(stream, ()), self._last.get(stream, -1)]
-        return self._starts, dict(self._known.get(stream, {})), [node for node in reached if node >= 0]
+        return dict(self._known[stream]), self._reached(stream)
 
     def wait(self, stream: str, mark: Mark) -> None:
         """Let a stream wait for what an event keeps."""
-        start, clock, nodes = mark
-        if start != self._starts:
-            return
-        known, pending = self._known.setdefault(stream, {}), self._pending.setdefault(stream, [])
-        for node in nodes:
-            if known.get(self._stream_of(node), -1) < node and node not in pending:
-                pending.append(node)
+        clock, nodes = mark
+        known, pending = self._known[stream], self._pending[stream]
+        pending += [each for each in nodes if known.get(self._stream_of(each), -1) < each and each not in pending]
         for other, node in clock.items():
             known[other] = max(known.get(other, -1), node)
 
@@ -155,9 +141,9 @@ class Recorder:
         key = storage._cdata
         found = self._storages.get(key)
         if found is None:
-            found = self._storages[key] = _Storage(storage.nbytes())
+            alive = weakref.ref(storage, lambda _: self._forget(key))
+            found = self._storages[key] = _Storage(storage.nbytes(), alive)
             self._bytes += found.num_bytes
-            found.alive = weakref.ref(storage, lambda _: self._forget(key))
         return found
 
     def _forget(self, key: int) -> None:
@@ -173,8 +159,8 @@ class _Storage:
     """A storage that is alive: its bytes, and the node that wrote it last."""
 
     num_bytes: int
+    alive: weakref.ref[Any]
     writer: int = -1
-    alive: weakref.ref[Any] | None = None
 
 
 def storage_of(tensor: torch.Tensor) -> Any:
@@ -182,7 +168,7 @@ def storage_of(tensor: torch.Tensor) -> Any:
     return (tensor._values() if tensor.layout is torch.sparse_coo else tensor).untyped_storage()
 
 
-_NAMES = {dtype: name for name, dtype in TYPES.items()}
+_NAMES = {dtype: name for name, dtype in TYPES.items()}  # the profiler's
 
 COMPOSITE = "stepsight::op"  # then kind, dims and type of an op
 Signature = tuple[Any, ...]  # name, dims, types, strides, literals; dims, type and number of the outputs
@@ -197,13 +183,16 @@ def signature_of(func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor])
         value = args[place] if place < len(args) else kwargs.get(name, default)
         if isinstance(value, torch.Tensor):
             value = touched.get(value.shape, value)
-            rows.append((tuple(value.shape), type_name(value.dtype), value.stride(), ""))
+            rows.append((tuple(value.shape), _NAMES.get(value.dtype, "float"), value.stride(), ""))
         elif isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
-            rows.append((tuple(tuple(t.shape) for t in value), f"TensorList {type_name(value[0].dtype)}", (), ""))
+            kind = f"TensorList {_NAMES.get(value[0].dtype, 'float')}"
+            rows.append((tuple(tuple(t.shape) for t in value), kind, (), ""))
         else:
             rows.append(((), "Scalar", (), "" if value is None else str(value)))
-    first = touched.get(outputs[0].shape, outputs[0]) if outputs else None
-    made = () if first is None else (tuple(first.shape), type_name(first.dtype), len(outputs))
+    made: tuple[Any, ...] = ()
+    if outputs:
+        first = touched.get(outputs[0].shape, outputs[0])
+        made = tuple(first.shape), _NAMES.get(first.dtype, "float"), len(outputs)
     return func._schema.name, *(zip(*rows, strict=True) if rows else ((),) * 4), made
 
 
@@ -211,8 +200,3 @@ def signature_of(func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor])
 def _arguments(func: Any) -> tuple[tuple[str, Any], ...]:
     """Names and defaults: the dispatcher leaves out what is as by default."""
     return tuple((argument.name, argument.default_value) for argument in func._schema.arguments)
-
-
-def type_name(dtype: torch.dtype) -> str:
-    """The profiler's name of a type."""
-    return _NAMES.get(dtype, "float")

@@ -17,7 +17,6 @@ import runpy
 import signal
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +60,9 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     distributed.install_world(request["rank"], request["world_size"], fake.collectives)
     fake_device.install_corrections(fake, on_host=on_host)
     install_tables()
-    boundary = distributed.install_pipelines(
-        recorder, request.get("boundary"), only_boundary=request.get("only_boundary", False)
-    )
-    steps = Steps(fake, request["warm_up"], lambda: _write(request, _record(request, fake, boundary)))
+    only_boundary = request.get("only_boundary", False)
+    boundary = distributed.install_pipelines(recorder, request.get("boundary"), only_boundary=only_boundary)
+    steps = Steps(fake, request, boundary)
     sys.argv = [str(script), *request["arguments"]]
     sys.path.insert(0, str(script.resolve().parent))
     torch.set_num_threads(1)
@@ -75,11 +73,9 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     except BaseException as error:
         ended = error
     if steps.done:
-        return _record(request, fake, boundary)
-    if isinstance(ended, distributed.NeedsBoundary):
-        return {"needs_boundary_of": ended.rank}
-    if isinstance(ended, distributed.FoundBoundary):
-        return {"boundary": ended.boundary}
+        return steps.record()
+    if isinstance(ended, distributed.Found):
+        return ended.record
     record = {"error": "few steps", "line": "", "steps": steps.seen, "trace": "", "notes": list(recorder.notes)}
     if ended is not None and (not isinstance(ended, SystemExit) or ended.code):
         record["error"] = f"{type(ended).__name__}: {ended}"[:2000]
@@ -88,38 +84,16 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def _record(request: dict[str, Any], fake: FakeWorld, boundary: list[distributed.Boundary]) -> dict[str, Any]:
-    """What was written down, as plain values."""
-    recorder, collectives = fake.recorder, fake.collectives
-    return {
-        **{name: request[name] for name in ("rank", "world_size", "device")},
-        **{name: list(getattr(recorder, name)) for name in ("works", "names", "streams", "notes")},
-        "torch": torch.__version__,
-        "boundary": boundary[0] if boundary else None,
-        "form": FORM,
-        "nodes": recorder.nodes,
-        "live_bytes": recorder.live_bytes,
-        "edges": [[*ends, why] for ends, why in recorder.edges.items()],
-        "groups": [[name, list(ranks)] for ranks, (_, name) in collectives.groups.items()],
-        "issued": collectives.issued,
-    }
-
-
-class StepCaptured(BaseException):
-    """The step that was asked for is over: the script need not go on."""
-
-
 class Steps:
     """Starts the recording after ``warm_up`` steps, and ends the script a step later.
 
-    Where the script catches ``StepCaptured`` and goes on, ``write`` writes the step down, and the process ends.
+    Where the script catches the exception that ends it and goes on, the step is written, and the process ends.
     """
 
-    def __init__(self, world: FakeWorld, warm_up: int, write: Callable[[], None]) -> None:
-        self._world, self._warm_up, self._write = world, warm_up, write
+    def __init__(self, world: FakeWorld, request: dict[str, Any], boundary: list[distributed.Boundary]) -> None:
+        self._world, self._request, self._boundary = world, request, boundary
         self._marker: Any = None  # the optimizer whose steps count
-        self.seen = 0
-        self.done = False
+        self.seen, self.done = 0, False
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
 
@@ -135,15 +109,25 @@ class Steps:
         if optimizer is not self._marker:
             return
         if self.done:
-            self._write()
+            _write(self._request, self.record())
             os._exit(0)
         self.seen += 1
         if self._world.recorder.active:
             self.done, self._world.recorder.active = True, False
-            raise StepCaptured
-        if self.seen >= self._warm_up:
-            self._world.collectives.start()
-            self._world.recorder.start()
+            raise distributed.Found
+        self._world.recorder.active = self.seen >= self._request["warm_up"]
+
+    def record(self) -> dict[str, Any]:
+        """What was written down, as plain values."""
+        request, recorder, collectives = self._request, self._world.recorder, self._world.collectives
+        return {
+            **{name: request[name] for name in ("rank", "world_size", "device")},
+            **{name: list(getattr(recorder, name)) for name in ("works", "names", "streams", "notes")},
+            **{"form": FORM, "torch": torch.__version__, "boundary": self._boundary[0] if self._boundary else None},
+            **{"nodes": recorder.nodes, "live_bytes": recorder.live_bytes, "issued": collectives.issued},
+            "edges": [[*ends, why] for ends, why in recorder.edges.items()],
+            "groups": [[name, list(ranks)] for ranks, (_, name) in collectives.groups.items()],
+        }
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -49,13 +50,12 @@ class _Exchange:
         """Begin one of both ways."""
         if self.sent is None:
             call = dist.all_gather_into_tensor if back else dist.reduce_scatter_tensor
-            size = sums.shape[0] * self.group.size() if back else sums.shape[0] // self.group.size()
-            out = sums.new_empty(size)
+            out = sums.new_empty(sums.shape[0] * self.group.size() if back else sums.shape[0] // self.group.size())
             self.work = call(out, sums, group=self.group, async_op=True)
-            return out
-        sent, received = (self.received, self.sent) if back else (self.sent, self.received)
-        out = sums.new_empty(sum(received))
-        self.work = dist.all_to_all_single(out, sums, received, sent, group=self.group, async_op=True)
+        else:
+            sent, received = (self.received, self.sent) if back else (self.sent, self.received)
+            out = sums.new_empty(sum(received))
+            self.work = dist.all_to_all_single(out, sums, received, sent, group=self.group, async_op=True)
         return out
 
 
@@ -148,10 +148,8 @@ class _Tables(nn.Module):
         values, batch = features.values(), features.stride()
         each = values.numel() // max(len(features.keys()), 1)  # indices of a feature
         weighted = features.weights_or_none() is not None
-        sums = list[tuple[Tensor, _Exchange | None]]()
-        for part in (self.shards, self.row_shards):
-            if part:
-                sums.append(self._sums(values, batch, (each, weighted), part))
+        parts = (self.shards, self.row_shards)
+        sums: Any = [self._sums(values, batch, (each, weighted), part) for part in parts if part]
         for table in self.copies:
             ids = values.new_empty(each)
             sums.append((table(ids, torch.arange(batch, device=ids.device) * each // batch), None))
@@ -162,19 +160,15 @@ class _Tables(nn.Module):
     ) -> tuple[Tensor, _Exchange]:
         """Sums of one kind of shards; ``looked_up``: indices of a feature, and whether each has a weight."""
         each, weighted = looked_up
-        counts = [[3, 0, 0] for _ in range(self.world)]  # sizes, lengths and indices for each rank
+        lengths, indices, width = ([0] * self.world for _ in range(3))  # of each rank; the last: elements of a sum
         for shard in shards:
-            counts[shard.rank][1] += batch * shard.features
-            counts[shard.rank][2] += int(each * shard.features * shard.share)
-        for which in (0, 1, 2, *([2] if weighted else [])):
-            sent = [count[which] for count in counts]
+            lengths[shard.rank] += batch * shard.features
+            indices[shard.rank] += int(each * shard.features * shard.share)
+            width[shard.rank] += shard.dim * shard.features
+        for sent in ([3] * self.world, lengths, indices, *([indices] if weighted else [])):  # first these sizes
             got = [sent[self.rank]] * self.world
-            ids = values.new_empty(sum(got))
-            given = values.new_empty(sum(sent))
+            ids, given = values.new_empty(sum(got)), values.new_empty(sum(sent))
             dist.all_to_all_single(ids, given, got, sent, group=self.group, async_op=self.ahead)
-        width = [
-            sum(shard.dim * shard.features for shard in shards if shard.rank == rank) for rank in range(self.world)
-        ]
         own = [shard for shard in shards if shard.rank == self.rank]
         samples, anchor = batch * self.world, values.new_empty(0, dtype=self.dtype).requires_grad_()
         sums = anchor.view(samples, 0)
@@ -184,11 +178,8 @@ class _Tables(nn.Module):
             bounds = max(int(distinct), 1), max(ids.numel(), 1)
             dims = bounds[1], max(width[self.rank] // tables, 1), samples * tables, min(bounds), tables
             sums = _Lookup.apply(anchor, ids, self, dims, width[self.rank])
-        exchange = _Exchange(
-            None if shards is self.row_shards else [batch * width[self.rank]] * self.world,
-            [batch * each for each in width],
-            self.group,
-        )
+        to_samples = None if shards is self.row_shards else [batch * width[self.rank]] * self.world
+        exchange = _Exchange(to_samples, [batch * each for each in width], self.group)
         return _Begin.apply(sums, exchange), exchange
 
 
@@ -205,10 +196,6 @@ def _waited(tables: _Tables, sums: list[tuple[Tensor, _Exchange | None]], batch:
             return KeyedTensor(tables.names, tables.widths, joined)
 
     return Sums()
-
-
-def _sharded(self: Any, module: Any, params: Any, env: Any, device: Any = None, module_fqn: Any = None) -> nn.Module:
-    return _Tables(module, params, env, device)
 
 
 def _planned(self: Any, module: Any, sharders: Any = None, pg: Any = None) -> Any:
@@ -228,30 +215,30 @@ def _pipelined(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 _REPLACED: dict[str, tuple[str, dict[str, Any]]] = {  # by module: a class, and its methods
-    "torchrec.distributed.embeddingbag": ("EmbeddingBagCollectionSharder", {"shard": _sharded}),
+    "torchrec.distributed.embeddingbag": (
+        "EmbeddingBagCollectionSharder",
+        {"shard": lambda self, module, params, env, device=None, module_fqn=None: _Tables(module, params, env, device)},
+    ),
     "torchrec.distributed.planner.planners": ("EmbeddingShardingPlanner", {"collective_plan": _planned}),
     "torchrec.distributed.train_pipeline.train_pipelines": ("TrainPipelineSparseDist", {"_pipeline_model": _pipelined}),
 }
 
 
-class _Importing:
-    """Replaces methods of torchrec when a script imports it."""
+def _find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    """The spec of a module of torchrec, whose loader replaces methods afterwards; None for other modules."""
+    if name not in _REPLACED or (spec := PathFinder.find_spec(name, path)) is None or spec.loader is None:
+        return None
+    execute, (owner, methods) = spec.loader.exec_module, _REPLACED[name]
 
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """The module's spec, whose loader replaces methods afterwards; None for other modules."""
-        if name not in _REPLACED or (spec := PathFinder.find_spec(name, path)) is None or spec.loader is None:
-            return None
-        execute, (owner, methods) = spec.loader.exec_module, _REPLACED[name]
+    def exec_module(module: Any) -> None:
+        execute(module)
+        patch(getattr(module, owner), **methods)
 
-        def exec_module(module: Any) -> None:
-            execute(module)
-            patch(getattr(module, owner), **methods)
-
-        patch(spec.loader, exec_module=exec_module)
-        return spec
+    patch(spec.loader, exec_module=exec_module)
+    return spec
 
 
 def install_tables() -> None:
     """Let torchrec's collections be sharded in this process, if a script imports it."""
-    sys.meta_path.insert(0, _Importing)
+    finder: Any = SimpleNamespace(find_spec=_find_spec)
+    sys.meta_path.insert(0, finder)

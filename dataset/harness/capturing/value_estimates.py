@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -98,19 +97,17 @@ def _index(values: Tensor, indices: Any) -> Any:
 
 
 # Ops of which the result depends on values: what they give instead, None: as the op itself.
-RESULTS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
-    {
-        _aten.histc.default: lambda values, bins=100, *limits, **more: _counts(values, bins, values.dtype),
-        _aten.bincount.default: lambda values, weights=None, minlength=0: (
-            _counts(values, max(minlength, spread_of(values).choices, 1), torch.int64) if weights is None else None
-        ),
-        _aten.sum.default: _sum,
-        _aten.sum.dim_IntList: _sum,
-        _aten.nonzero.default: lambda mask: mask.new_empty((_selected(mask), mask.dim()), dtype=torch.int64),
-        _aten.masked_select.default: lambda values, mask: values.new_empty((_selected(mask),)),
-        _aten.index.Tensor: _index,
-    }
-)
+RESULTS: dict[Any, Callable[..., Any]] = {
+    _aten.histc.default: lambda values, bins=100, *limits, **more: _counts(values, bins, values.dtype),
+    _aten.bincount.default: lambda values, weights=None, minlength=0: (
+        _counts(values, max(minlength, spread_of(values).choices, 1), torch.int64) if weights is None else None
+    ),
+    _aten.sum.default: _sum,
+    _aten.sum.dim_IntList: _sum,
+    _aten.nonzero.default: lambda mask: mask.new_empty((_selected(mask), mask.dim()), dtype=torch.int64),
+    _aten.masked_select.default: lambda values, mask: values.new_empty((_selected(mask),)),
+    _aten.index.Tensor: _index,
+}
 
 _SAME_NAMES = (
     "view _unsafe_view permute t unsqueeze squeeze expand _to_copy clone detach alias _reshape_alias squeeze_ "
@@ -120,7 +117,7 @@ _SAME = frozenset(
     getattr(getattr(_aten, packet), overload or "default")
     for packet, _, overload in (name.partition(".") for name in _SAME_NAMES.split())
 )
-_CHOOSE = MappingProxyType({_aten.topk.default: 2, _aten.sort.default: 1, _aten.sort.stable: 2})  # where dim stands
+_CHOOSE = {_aten.topk.default: 2, _aten.sort.default: 1, _aten.sort.stable: 2}  # where dim stands
 
 
 def follow(func: Any, args: Any, out: Any) -> None:
@@ -159,28 +156,26 @@ def _any_of(mask: Any, dim: int, keepdim: bool = False) -> float | None:
 
 
 def _both(one: Any, other: Any) -> float | None:
-    means = spread_of(one).mean, spread_of(other).mean
-    known = isinstance(one, Tensor) and one.dtype is torch.bool and None not in means
-    return math.prod(means) if known else None  # type: ignore[arg-type]
+    mean, more = spread_of(one).mean, spread_of(other).mean
+    known = isinstance(one, Tensor) and one.dtype is torch.bool
+    return mean * more if known and mean is not None and more is not None else None
 
 
 # Ops that make masks: which part of theirs is set, None: not known.
-_MEANS: MappingProxyType[Any, Callable[..., float | None]] = MappingProxyType(
-    {
-        **dict.fromkeys((_aten.eq.Scalar, _aten.eq.Tensor), _equal),
-        **dict.fromkeys((_aten.ne.Scalar, _aten.ne.Tensor), lambda values, other: _inverse(_equal(values, other))),
-        **dict.fromkeys(
-            (_aten.scatter.value, _aten.scatter_.value),
-            lambda values, dim, index, what: min(1.0, index.numel() / max(values.numel(), 1)),
-        ),
-        **dict.fromkeys(
-            (_aten.any.default, _aten.all.default, _aten.all.dim),
-            lambda mask, *dims: mean if (mean := spread_of(mask).mean) in (0.0, 1.0) else None,
-        ),
-        **dict.fromkeys((_aten.mul.Tensor, _aten.logical_and.default, _aten.bitwise_and.Tensor), _both),
-        **dict.fromkeys(
-            (_aten.logical_not.default, _aten.bitwise_not.default), lambda mask: _inverse(spread_of(mask).mean)
-        ),
-        _aten.any.dim: _any_of,
-    }
-)
+_MEANS: dict[Any, Callable[..., float | None]] = {
+    **dict.fromkeys((_aten.eq.Scalar, _aten.eq.Tensor), _equal),
+    **dict.fromkeys((_aten.ne.Scalar, _aten.ne.Tensor), lambda values, other: _inverse(_equal(values, other))),
+    **dict.fromkeys(
+        (_aten.scatter.value, _aten.scatter_.value),
+        lambda values, dim, index, what: min(1.0, index.numel() / max(values.numel(), 1)),
+    ),
+    **dict.fromkeys(
+        (_aten.any.default, _aten.all.default, _aten.all.dim),
+        lambda mask, *dims: mean if (mean := spread_of(mask).mean) in (0.0, 1.0) else None,
+    ),
+    **dict.fromkeys((_aten.mul.Tensor, _aten.logical_and.default, _aten.bitwise_and.Tensor), _both),
+    **dict.fromkeys(
+        (_aten.logical_not.default, _aten.bitwise_not.default), lambda mask: _inverse(spread_of(mask).mean)
+    ),
+    _aten.any.dim: _any_of,
+}

@@ -29,11 +29,12 @@ from torch.autograd import Variable
 
 from ..base import cores
 from ..base.errors import HarnessError
-from ..base.patching import patch
+from ..base.patching import always, patch
 
 Ending = Future[float]  # the end time of a collective
 Effect = Callable[[], object] | None
 Tensors = list[Tensor]
+Awaitable = torch.futures.Future[Tensors]
 _SPIN_S = 5e-4
 
 
@@ -48,8 +49,8 @@ class HostClock:
         while time.perf_counter() < end:  # a sleep ends late
             pass
 
-    def future(self, end: Ending, result: Tensors) -> torch.futures.Future[Tensors]:
-        future: torch.futures.Future[Tensors] = torch.futures.Future()
+    def future(self, end: Ending, result: Tensors) -> Awaitable:
+        future: Awaitable = torch.futures.Future()
 
         def set_in_time(known: float) -> None:
             timer = threading.Timer(max(0.0, known - time.perf_counter()), future.set_result, (result,))
@@ -63,12 +64,11 @@ class HostClock:
 class Event:
     """An event with a virtual time; replaces ``torch.cpu.Event``."""
 
+    query = always(True)
+
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
         self.time = 0.0
-
-    def query(self) -> bool:
-        return True
 
     def record(self, stream: Stream | None = None) -> None:
         with self._clock.settled():
@@ -130,7 +130,7 @@ class VirtualClock(HostClock):
             with self.settled():
                 self.stream.time += max(0.0, seconds)
 
-    def future(self, end: Ending, result: Tensors) -> torch.futures.Future[Tensors]:
+    def future(self, end: Ending, result: Tensors) -> Awaitable:
         """Done when its end is known; a wait in Python, or the end of a backward pass, waits until ``end``.
 
         DDP waits for its futures in C++ at the end of the backward pass.
@@ -223,23 +223,20 @@ class Peers:
 
     def agree(self, now: float, seconds: float, what: str) -> tuple[float, float]:
         """Wait for all of them to call the same; return the time of the last one, and the longest of their delays."""
-        told = json.dumps([now, seconds, what]).encode().ljust(_MESSAGE)
+        told, me = json.dumps([now, seconds, what]).encode().ljust(_MESSAGE), self.ranks[self.index]
         own = torch.frombuffer(bytearray(told), dtype=torch.uint8)
         every = [torch.empty_like(own) for _ in self.ranks]
         try:
             self.gloo.allgather([every], [own]).wait()
         except RuntimeError as error:
-            others = ", ".join(str(rank) for at, rank in enumerate(self.ranks) if at != self.index)
-            raise HarnessError(
-                f"rank {self.ranks[self.index]} waits in {what} for rank {others}, which has ended: {error!s:.100}"
-            ) from None
+            others = ", ".join(str(rank) for rank in self.ranks if rank != me)
+            why = f"which has ended: {error!s:.100}"
+            raise HarnessError(f"rank {me} waits in {what} for rank {others}, {why}") from None
         times, delays, calls = zip(*(json.loads(bytes(each.tolist())) for each in every), strict=True)
         for rank, other in zip(self.ranks, calls, strict=True):
             if other != what:
-                raise HarnessError(
-                    f"ranks of a group must call the same collectives in the same order, but rank "
-                    f"{self.ranks[self.index]} calls {what} and rank {rank} calls {other}"
-                )
+                rule = "ranks of a group must call the same collectives in the same order"
+                raise HarnessError(f"{rule}, but rank {me} calls {what} and rank {rank} calls {other}")
         return max(times), max(delays)
 
 
@@ -247,8 +244,8 @@ class HostLine:
     """A link of this process alone, whose free time the host knows."""
 
     def __init__(self, clock: HostClock) -> None:
-        self._clock = clock
-        self._free = 0.0
+        self._clock, self._free = clock, 0.0
+        self.future = clock.future
 
     def issue(self, seconds: float, effect: Effect, what: str = "") -> Ending:
         """The end time, on the clock."""
@@ -260,9 +257,6 @@ class HostLine:
 
     def wait(self, end: Ending) -> None:
         self._clock.wait_until(end.result())
-
-    def future(self, end: Ending, result: Tensors) -> torch.futures.Future[Tensors]:
-        return self._clock.future(end, result)
 
 
 class SharedLine(HostLine):
@@ -348,9 +342,9 @@ class DeviceLine:
         """Make the current stream wait; the host continues."""
         torch.cuda.current_stream(self._device).wait_event(end)
 
-    def future(self, end: torch.cuda.Event, result: Tensors) -> torch.futures.Future[Tensors]:
+    def future(self, end: torch.cuda.Event, result: Tensors) -> Awaitable:
         """Done at once for the host; streams that need the result wait for the work on this one."""
-        future: torch.futures.Future[Tensors] = torch.futures.Future(devices=[self._device])
+        future: Awaitable = torch.futures.Future(devices=[self._device])
         with torch.cuda.stream(self._spin):
             future.set_result(result)
         return future

@@ -16,10 +16,10 @@ import math
 import sys
 import threading
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -34,72 +34,62 @@ from ..models.parallel import end_groups
 from ..plan import world_size
 from .clocks import DeviceLine, HostClock, HostLine, Peers, SharedLine, Spinner, ended
 
-
-class DelayModel(Protocol):
-    """The durations of collectives."""
-
-    def seconds(self, kind: str, num_bytes: int, group_size: int, ranks_per_node: int) -> float: ...
+Delay = Callable[[str, int, int, int], float]  # seconds of a collective by kind, bytes, group size and ranks per node
 
 
-class Delays:
-    """Seconds of collectives by kind, bytes, group size and ranks per node, from a plan (``plan.plan_checks``).
+def table_of_delays(rows: list[dict[str, Any]]) -> Delay:
+    """Seconds of collectives from a plan (``plan.plan_checks``).
 
     Between two sizes of a kind and group seconds are log-linear in bytes, beyond the ends in proportion to them.
     """
+    known: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
+    for row in sorted(rows, key=lambda row: (row["num_bytes"], row["seconds"])):
+        key = (row["kind"], row["group_size"], row["ranks_per_node"])
+        known.setdefault(key, []).append((row["num_bytes"], row["seconds"]))
 
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self._known: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
-        for row in sorted(rows, key=lambda row: (row["num_bytes"], row["seconds"])):
-            key = (row["kind"], row["group_size"], row["ranks_per_node"])
-            self._known.setdefault(key, []).append((row["num_bytes"], row["seconds"]))
-
-    def seconds(self, kind: str, num_bytes: int, group_size: int, ranks_per_node: int) -> float:
-        """Seconds of one collective; an error if the table has none of its kind and group."""
-        known = self._known.get((kind, group_size, ranks_per_node))
-        if known is None:
-            raise HarnessError(
-                f"stand_in.collectives must list every collective of the job, got no {kind} of {group_size} ranks, "
-                f"{ranks_per_node} on each node"
-            )
-        after = bisect_left(known, num_bytes, key=lambda row: row[0])
-        if after in (0, len(known)):
-            size, seconds = known[min(after, len(known) - 1)]
-            return seconds * num_bytes / size
-        (small, short), (large, long) = known[after - 1 : after + 1]
+    def seconds(kind: str, num_bytes: int, group_size: int, ranks_per_node: int) -> float:
+        sizes = known.get((kind, group_size, ranks_per_node))
+        if sizes is None:
+            got = f"got no {kind} of {group_size} ranks, {ranks_per_node} on each node"
+            raise HarnessError(f"stand_in.collectives must list every collective of the job, {got}")
+        after = bisect_left(sizes, num_bytes, key=lambda row: row[0])
+        if after in (0, len(sizes)):
+            size, found = sizes[min(after, len(sizes) - 1)]
+            return found * num_bytes / size
+        (small, short), (large, long) = sizes[after - 1 : after + 1]
         return short * (long / short) ** (math.log(num_bytes / small) / math.log(large / small))
 
+    return seconds
 
-class AskedDelays:
+
+def asked_delays(questions: BinaryIO, answers: BinaryIO) -> Delay:
     """Seconds of collectives that another process tells, each signature once.
 
     A question is a line of JSON with kind, bytes, group size and ranks per node; an answer is a line with the seconds,
-    or ``{"error": ...}``.
+    or ``{"error": ...}``, which is raised.
     """
+    known: dict[tuple[str, int, int, int], float] = {}
+    lock = threading.Lock()
 
-    def __init__(self, questions: BinaryIO, answers: BinaryIO) -> None:
-        self._questions, self._answers = questions, answers
-        self._known: dict[tuple[str, int, int, int], float] = {}
-        self._lock = threading.Lock()
-
-    def seconds(self, kind: str, num_bytes: int, group_size: int, ranks_per_node: int) -> float:
-        """Seconds of one collective; an error if a delay is unknown."""
-        key = (kind, num_bytes, group_size, ranks_per_node)
-        with self._lock:
-            if key in self._known:
-                return self._known[key]
-            self._questions.write(json.dumps(key).encode() + b"\n")
-            self._questions.flush()
-            told = json.loads(self._answers.readline() or b'{"error": "who tells delays has ended"}')
+    def seconds(*key: Any) -> float:
+        with lock:
+            if key in known:
+                return known[key]
+            questions.write(json.dumps(key).encode() + b"\n")
+            questions.flush()
+            told = json.loads(answers.readline() or b'{"error": "who tells delays has ended"}')
             if isinstance(told, dict):
                 raise HarnessError(told["error"])
-            return self._known.setdefault(key, float(told))
+            return known.setdefault(key, float(told))
+
+    return seconds
 
 
 @dataclass(frozen=True)
 class World:
     """What the groups of an emulated rank need."""
 
-    delays: DelayModel
+    delay: Delay
     devices_per_node: int
     device: torch.device
     clock: HostClock  # of what is on a CPU
@@ -160,7 +150,7 @@ class Group(OneRankGroup):
         (ranks, per_node, line), num_bytes = self._links[key], call.num_bytes
         kind = "all_gather" if call.kind == LISTS else call.kind
         size = "" if kind == "all_to_all" else f" of {num_bytes} bytes"  # each rank has its own number of these
-        seconds = world.delays.seconds(kind, num_bytes, len(ranks), per_node)
+        seconds = world.delay(kind, num_bytes, len(ranks), per_node)
         with annotate.stood_in(kind, num_bytes, ranks, self._name, seconds), torch.no_grad():
             end = line.issue(seconds, call.effect, f"{kind}{size} in a group of {len(ranks)}")
             return StandInWork(line, end, held, result)
@@ -288,8 +278,8 @@ def world(run: dict[str, Any], device: torch.device) -> Iterator[None]:
     job, stand_in = run["job"], run["stand_in"]
     backend, store, hook = dist.get_backend(), c10d._get_default_store(), sys.excepthook
     spinner = Spinner() if device.type == "cuda" else None
-    delays = Delays(stand_in["collectives"])
-    enter(World(delays, job["cluster"]["devices_per_node"], device, HostClock(), spinner, SETUP))
+    delay = table_of_delays(stand_in["collectives"])
+    enter(World(delay, job["cluster"]["devices_per_node"], device, HostClock(), spinner, SETUP))
     dist.destroy_process_group()
     try:
         empty = dist.HashStore()  # type: ignore[attr-defined]
@@ -312,9 +302,8 @@ def enter(world: World) -> None:
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         several = len({*_worlds[-1].real}.intersection(ranks)) > 1
         if several and _worlds[-1].spinner is not None:
-            raise HarnessError(
-                "several real ranks must compute on CPUs: hide the GPU (CUDA_VISIBLE_DEVICES=''), or run one"
-            )
+            remedy = "hide the GPU (CUDA_VISIBLE_DEVICES=''), or run one"
+            raise HarnessError(f"several real ranks must compute on CPUs: {remedy}")
         return (RealRanksGroup if several else Group)(options.group_rank, ranks, options.group_id, _worlds[-1])
 
     if not hasattr(dist.Backend, STAND_IN.upper()):

@@ -41,9 +41,10 @@ class Ranks:
     @classmethod
     def emulated(cls, pipes: Mapping[int, tuple[int, int]], world_size: int, devices_per_node: int) -> Ranks:
         """Some ranks of a world; ``pipes`` are where each one asks for delays, and where it reads them."""
-        local_size = min(world_size, devices_per_node)
-        of_rank = {rank: place(rank, world_size, rank % devices_per_node, local_size) for rank in pipes}
-        environments = [{**_TORCHRUN, **of_rank[rank], PIPES: ",".join(map(str, pipes[rank]))} for rank in pipes]
+        local_size, environments = min(world_size, devices_per_node), []
+        for rank, ends in pipes.items():
+            own = place(rank, world_size, rank % devices_per_node, local_size)
+            environments.append({**_TORCHRUN, **own, PIPES: ",".join(map(str, ends))})
         return cls(environments, [end for ends in pipes.values() for end in ends])
 
     @classmethod
@@ -68,18 +69,17 @@ def run_ranks(
     """
     path, boxed = folder / SETTINGS, {"box": dict(ranks.box)} if ranks.box is not None else {}
     write_json(path, {**settings, **boxed, "out": str(folder.resolve())})
-    refused, late = list[str](), dict[int, str]()
+    refused, late, numbers = list[str](), dict[int, str](), ranks.numbers
 
     def told(facts: dict[str, Any]) -> None:
         refused.extend([facts["refused"]] if facts.get("refused") else [])
         if facts.get("at"):
             late[facts["rank"]] = facts["at"]
-        elif facts.get("rank") == ranks.numbers[0]:
+        elif facts.get("rank") == numbers[0]:
             say(facts["doing"])
 
-    code, last = run_module(
-        "scripts.worker", [str(path.resolve())], folder, ranks.environments, log, told, descriptors=ranks.descriptors
-    )
+    arguments = [str(path.resolve())], folder, ranks.environments, log, told
+    code, last = run_module("scripts.worker", *arguments, descriptors=ranks.descriptors)
     if refused:
         at = ", ".join(f"rank {rank} is at {late[rank]}" for rank in sorted(late))
         raise HarnessError(f"{refused[0]}{'; ' + at if len(late) > 1 else ''}; see {log}")
@@ -87,11 +87,11 @@ def run_ranks(
         why = ("was " if code < 0 else "") + how_ended(code) + (f": {last:.{_SHOWN}}" if last else "")
         raise HarnessError(f"the script's process {why}; see {log}")
     path.unlink()
-    paths = {rank: folder / f"script_rank{rank}.json" for rank in ranks.numbers}
-    for rank, path in paths.items():
-        if not path.exists():
+    found = []
+    for rank in numbers:
+        written = folder / f"script_rank{rank}.json"
+        if not written.exists():
             raise HarnessError(f"rank {rank} of the script ended without output; see {log}")
-    found = [read_json(path) for path in paths.values()]
-    for path in paths.values():
-        path.unlink()
+        found.append(read_json(written))
+        written.unlink()
     return found

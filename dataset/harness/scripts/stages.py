@@ -28,7 +28,7 @@ from ..base.atomic_files import write_json
 from ..base.collective_calls import STAND_IN, barrier
 from ..base.patching import patch
 from ..emulation.clocks import HostClock, Peers, Spinner, VirtualClock
-from ..emulation.stand_in import AskedDelays, World, enter
+from ..emulation.stand_in import World, asked_delays, enter
 from ..measuring.timing import StepClock, StepTracer
 from ..running.workers import FILE, report
 from .launch import PIPES
@@ -134,7 +134,7 @@ class EmulatedWorld:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         questions, answers = map(int, os.environ[PIPES].split(","))
-        self._delays = AskedDelays(os.fdopen(questions, "wb"), os.fdopen(answers, "rb"))
+        self._delay = asked_delays(os.fdopen(questions, "wb"), os.fdopen(answers, "rb"))
         self.clock = VirtualClock() if settings["virtual"] else HostClock()
         if isinstance(self.clock, VirtualClock):
             self.clock.install()
@@ -144,7 +144,7 @@ class EmulatedWorld:
         real, spinner = settings["ranks"], Spinner() if cuda else None
         store: Any = dist.FileStore(os.environ[FILE], len(real)) if len(real) > 1 else None  # type: ignore[attr-defined]
         self._peers = Peers(real, int(os.environ["RANK"]), "world", store) if len(real) > 1 else None
-        enter(World(self, settings["devices_per_node"], device, self.clock, spinner, real=real, store=store))
+        enter(World(self.seconds, settings["devices_per_node"], device, self.clock, spinner, real=real, store=store))
         original = c10d._new_process_group_helper
 
         @functools.wraps(original)
@@ -157,7 +157,7 @@ class EmulatedWorld:
     def seconds(self, kind: str, num_bytes: int, group_size: int, ranks_per_node: int) -> float:
         """Seconds of one collective, which is counted."""
         self.calls[kind, num_bytes, group_size, ranks_per_node] += 1
-        return self._delays.seconds(kind, num_bytes, group_size, ranks_per_node)
+        return self._delay(kind, num_bytes, group_size, ranks_per_node)
 
     def now(self) -> float:
         """Time of the stream on which a step ends."""
@@ -179,7 +179,7 @@ class EmulatedWorld:
         """What was counted: ``calls``, and the modelled ``seconds`` of each."""
         names = ("kind", "num_bytes", "group_size", "ranks_per_node")
         return [
-            {**dict(zip(names, key, strict=True)), "calls": calls, "seconds": self._delays.seconds(*key)}
+            {**dict(zip(names, key, strict=True)), "calls": calls, "seconds": self._delay(*key)}
             for key, calls in self.calls.most_common()
         ]
 

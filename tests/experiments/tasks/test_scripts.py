@@ -10,7 +10,7 @@ import pytest
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.hardware.hardware import alpha_beta_seconds, find_fabric
 from stepsight.dataset.harness.base.errors import HarnessError
-from stepsight.dataset.harness.emulation.stand_in import AskedDelays
+from stepsight.dataset.harness.emulation.stand_in import asked_delays
 from stepsight.dataset.kinds.op import Collective
 from stepsight.experiments.tasks.scripts import Extra, answers_of, delays_of
 
@@ -79,11 +79,11 @@ def test_an_emulated_rank_asks_once_for_each_signature(tmp_path: Path) -> None:
         os.fdopen(os.dup(questions), "wb") as ask,
         os.fdopen(os.dup(answers), "rb") as read,
     ):
-        asked = AskedDelays(ask, read)
-        assert [asked.seconds("all_reduce", 1000, 16, 8) for _ in range(3)] == [0.25] * 3
+        asked = asked_delays(ask, read)
+        assert [asked("all_reduce", 1000, 16, 8) for _ in range(3)] == [0.25] * 3
         with pytest.raises(HarnessError, match="nobody knows"):
-            asked.seconds("broadcast", 1, 2, 2)
+            asked("broadcast", 1, 2, 2)
         with pytest.raises(HarnessError, match="gossip"):
-            asked.seconds("gossip", 1, 2, 2)
+            asked("gossip", 1, 2, 2)
     assert told[0] == SMALL
     assert len(told) == 2

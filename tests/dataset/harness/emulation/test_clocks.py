@@ -10,7 +10,7 @@ import torch
 
 from stepsight.dataset.harness.base.errors import HarnessError
 from stepsight.dataset.harness.emulation.clocks import TELLING_S, HostLine, Stream, VirtualClock, ended, followed
-from stepsight.dataset.harness.emulation.stand_in import Delays
+from stepsight.dataset.harness.emulation.stand_in import table_of_delays
 from stepsight.dataset.harness.plan import check_plan, ranks_needed, world_sizes
 
 HOST = 0.05  # what this test itself may compute
@@ -67,15 +67,17 @@ def row(num_bytes: int, seconds: float, kind: str = "all_reduce", size: int = 8)
 
 
 def test_between_sizes_log_linear_and_beyond_them_in_proportion() -> None:
-    delays = Delays([row(10_000, 9e-3), row(100, 1e-3), row(100, 5.0, size=4), row(100, 7.0, kind="all_gather")])
+    delay = table_of_delays(
+        [row(10_000, 9e-3), row(100, 1e-3), row(100, 5.0, size=4), row(100, 7.0, kind="all_gather")]
+    )
     sizes = (100, 1_000, 10_000, 50, 20_000)
-    assert [delays.seconds("all_reduce", n, 8, 8) for n in sizes] == pytest.approx([1e-3, 3e-3, 9e-3, 5e-4, 18e-3])
-    assert delays.seconds("all_gather", 100, 8, 8) == 7.0
+    assert [delay("all_reduce", n, 8, 8) for n in sizes] == pytest.approx([1e-3, 3e-3, 9e-3, 5e-4, 18e-3])
+    assert delay("all_gather", 100, 8, 8) == 7.0
 
 
 def test_a_collective_that_the_table_does_not_tell_is_refused() -> None:
     with pytest.raises(HarnessError, match="got no send_recv of 2 ranks, 1 on each node"):
-        Delays([row(100, 1e-3)]).seconds("send_recv", 100, 2, 1)
+        table_of_delays([row(100, 1e-3)])("send_recv", 100, 2, 1)
 
 
 def test_a_stand_in_needs_one_process_whatever_its_job() -> None:
