@@ -119,14 +119,10 @@ def calibrate_links(
 ) -> Report:
     """Fit the network's factors on a cluster's own collectives, and write the predictor if it predicts others better.
 
-    Args:
-        path: Table of measurements (.parquet), as ``import`` writes it; only collectives between nodes are taken.
-        predictor: To start from.
-        fabric: The cluster's links, as stated; nothing is written if the measurements contradict them.
-        out: Folder of the predictor to write.
-        max_devices: Groups of at most this many ranks are fitted; larger ones judge, or layouts left out in turn.
-        software: Part of the software whose rows are taken (``nccl 2.27.3``, ``NCCL_PROTO=Simple``); by default that
-            of most rows, since another version or environment of NCCL is another network.
+    Of the table of measurements (.parquet) only collectives between nodes are taken, by one software: that of most
+    rows, or one that contains ``software`` (``nccl 2.27.3``, ``NCCL_PROTO=Simple``), since another version or
+    environment of NCCL is another network.  Groups of at most ``max_devices`` ranks are fitted; larger ones judge, or
+    layouts left out in turn.  Nothing is written if the measurements contradict the stated ``fabric``.
     """
     predictor = starting_predictor(predictor, out)
     start = predictor.collective.between

@@ -41,10 +41,8 @@ def demo_plan() -> dict[str, Any]:
 
 
 def run_demo(out: Path) -> tuple[dict[str, Any], str]:
-    """Measure, train, predict held-out runs, and search; all files are written to ``out``.
-
-    Returns:
-        The content of ``summary.json`` and the same as text.
+    """Measure, train, predict held-out runs, and search; all files are written to ``out``.  The content of
+    ``summary.json``, and the same as text.
     """
     if available_ranks() < 2:
         raise CollectError(f"the demo needs 2 cores (or GPUs) for 2 ranks, got {available_ranks()}")
@@ -116,13 +114,9 @@ _SIZES = ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "se
 def sized_job(
     sizes: Sequence[Any], parallel: Mapping[str, Any], batches: tuple[int, int] = (1, 1), **cluster: Any
 ) -> Job:
-    """A job of a model from its sizes, as ``_SIZES``; on one node of this machine in fp32 unless ``cluster`` differs.
-
-    Args:
-        sizes: Of the model.
-        parallel: Fields of ``ParallelSpec``.
-        batches: The micro-batch, and the number of micro-batches of each replica.
-        cluster: Fields of ``ClusterSpec``, and the ``precision``.
+    """A job of a model from its ``sizes``, as ``_SIZES``, and fields of ``ParallelSpec``; on one node of this machine
+    in fp32 unless fields of ``cluster`` and its ``precision`` differ.  ``batches``: the micro-batch, and the number of
+    micro-batches of each replica.
     """
     split, (micro_batch, number) = ParallelSpec(**{"dp": 1, **parallel}), batches
     stated = {"hardware": "local-cpu", "fabric": "loopback", "nodes": 1, "precision": "fp32", **cluster}

@@ -8,6 +8,7 @@ and precision, times the pipeline's bubble; the utilisation is the best one for 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError
@@ -95,36 +96,30 @@ def _sent(segment: Segment, latency: LatencyModel, *, replicas: bool) -> float:
 def baseline_figures(
     rows: Sequence[Scored], predictor_of: PredictorOf, names: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """Errors and regret of baselines on rows, in percent, and ours on the rows that each answers.
-
-    Returns:
-        By name: ``used``, ``mape``, ``median``, ``p90``, ``max``, ``bias``, ``spearman``, ``regret``; and ``ours``, the
-        same of the predictions of these rows.
+    """Errors and regret of baselines on rows by name, in percent, and as ``ours`` those of the predictions of the rows
+    that each answers.
     """
+
+    def seconds_of(name: str, row: Scored) -> float | None:
+        asked = without_source(predictor_of(row.job.cluster.hardware), row.row.source) if name == ANALYTIC else None
+        with suppress(JobError, PredictorError):  # it says nothing
+            found = predict(row.job, asked or ROOFLINE, software=row.row.software)
+            return sum(closed_form(found.simulation).values()) if name == ANALYTIC else found.iteration_time_s
+        return None
+
+    def figures(of: Sequence[Scored], seconds: Sequence[float]) -> dict[str, Any]:
+        measured = [row.measured_s for row in of]
+        return {**errors(seconds, measured).to_dict(), "regret": regret([row.choice for row in of], seconds, measured)}
+
     found = {}
     for name in names:
         mfu = constant_mfu(rows, by_source=False) if name == MFU else None
-        seconds: Sequence[float | None] = mfu or [_seconds(name, row, predictor_of) for row in rows]
+        seconds: Sequence[float | None] = mfu or [seconds_of(name, row) for row in rows]
         pairs = [(row, value) for row, value in zip(rows, seconds, strict=True) if value is not None]
         known = [row for row, _ in pairs]
-        ours = _figures(known, [row.predicted_s for row in known])
-        found[name] = {**_figures(known, [value for _, value in pairs]), "ours": ours}
+        ours = figures(known, [row.predicted_s for row in known])
+        found[name] = {**figures(known, [value for _, value in pairs]), "ours": ours}
     return found
-
-
-def _seconds(name: str, row: Scored, predictor_of: PredictorOf) -> float | None:
-    """What a baseline says of a row; None: it says nothing."""
-    asked = without_source(predictor_of(row.job.cluster.hardware), row.row.source) if name == ANALYTIC else None
-    try:
-        found = predict(row.job, asked or ROOFLINE, software=row.row.software)
-    except (JobError, PredictorError):
-        return None
-    return sum(closed_form(found.simulation).values()) if name == ANALYTIC else found.iteration_time_s
-
-
-def _figures(rows: Sequence[Scored], seconds: Sequence[float]) -> dict[str, float | None]:
-    measured = [row.measured_s for row in rows]
-    return {**errors(seconds, measured).to_dict(), "regret": regret([row.choice for row in rows], seconds, measured)}
 
 
 def baselines_text(found: Mapping[str, Mapping[str, Any]]) -> str:

@@ -3,8 +3,6 @@
 *Constant MFU*: the model's FLOP at one utilisation, times the pipeline's bubble; the utilisation is the best one for
 the very rows that it is scored on, each device and precision of a source for itself.  *Carried forward*: the smallest
 run of a series gives a speed per device, which all larger runs are said to have.
-
-Predicts a row of a table of runs: by a predictor that did not learn from it, and as ``predict`` answers.
 """
 
 from __future__ import annotations
@@ -36,6 +34,7 @@ from stepsight.training.tracking.tracking import load_predictor
 Times = Sequence[float] | NDArray[np.float64]
 DIGITS = 12  # of a time: what is predicted alike is equal, whatever the last bits of its FLOP are
 TOP = 5
+_TIMES = ("measured_s", "predicted_s", "low_s", "high_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +64,7 @@ class Scored:
     @property
     def with_known(self) -> Scored:
         """The row with what published runs near it say."""
-        if self.known is None:
-            return self
-        predicted_s, low_s, high_s = self.known
+        predicted_s, low_s, high_s = self.known or (self.predicted_s, self.low_s, self.high_s)
         return replace(self, predicted_s=predicted_s, low_s=low_s, high_s=high_s)
 
     @property
@@ -104,9 +101,6 @@ class Scored:
         mixture = "moe" if self.job.model.experts else "dense"
         return f"{self.job.batch.precision} {mixture}"
 
-    def _shared(self, *names: str) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("measured_s", "predicted_s", "low_s", "high_s", *names)}
-
     def to_flat_dict(self) -> dict[str, Any]:
         """One row of a table: the run, its times in seconds, its error in percent, its breakdown in seconds."""
         return {
@@ -117,7 +111,7 @@ class Scored:
             "hardware": self.job.cluster.hardware,
             "devices": self.job.cluster.num_devices,
             "error_percent": self.error,
-            **self._shared("in_interval", "fits", "open"),
+            **{name: getattr(self, name) for name in (*_TIMES, "in_interval", "fits", "open")},
             "kernels": "; ".join(f"{family} by {name}" for family, name in self.software.kernels.items()),
             "unused_software": "; ".join(self.software.unused),
             "unsupported_share": self.unsupported_share,
@@ -126,7 +120,8 @@ class Scored:
 
     def to_dict(self) -> dict[str, Any]:
         """The measured and predicted times in seconds and the profile, for JSON."""
-        shared = {"row_id": self.row.row_id, "profile": self.framework.name, **self._shared("fits")}
+        shared = {name: getattr(self, name) for name in (*_TIMES, "fits")}
+        shared = {"row_id": self.row.row_id, "profile": self.framework.name, **shared}
         shared |= {} if self.known is None else {"predicted_with_published_s": self.known[0]}
         return {**shared, "open": self.open} if self.open else shared
 
@@ -190,11 +185,10 @@ def interval_score(rows: Sequence[Any]) -> float | None:
     It is the width, and ``2 / MISSED`` times what a run lies outside of its interval; less is better (Gneiting and
     Raftery 2007, equation 43).
     """
-    costs = [
-        (row.high_s - row.low_s + 2.0 / MISSED * max(row.low_s - row.measured_s, row.measured_s - row.high_s, 0.0))
-        / row.measured_s
-        for row in rows
-    ]
+    costs = []
+    for row in rows:
+        outside = max(row.low_s - row.measured_s, row.measured_s - row.high_s, 0.0)
+        costs.append((row.high_s - row.low_s + 2.0 / MISSED * outside) / row.measured_s)
     return sum(costs) / len(costs) if costs else None
 
 
@@ -232,8 +226,7 @@ def carried_forward(rows: Sequence[Scored]) -> list[float | None]:
     seconds: list[float | None] = [None] * len(rows)
     sequences = [row.job.batch.global_batch / row.row.gpus for row in rows]  # of an iteration for every device
 
-    def unlike(start: int, row: int) -> tuple[float, float]:
-        """How little a smallest run resembles a row: by micro-batch, then by sequences per device."""
+    def unlike(start: int, row: int) -> tuple[float, float]:  # by micro-batch, then by sequences per device
         micro = rows[start].job.batch.micro_batch / rows[row].job.batch.micro_batch
         return max(micro, 1 / micro), abs(sequences[start] / sequences[row] - 1.0)
 
@@ -259,14 +252,10 @@ def choice_groups(rows: Sequence[Scored]) -> list[dict[str, Any]]:
     """Measured runs of one model on the same devices with one global batch, between which a user could choose.
 
     Groups without a choice are left out: those of one strategy, which ran on two clusters, say, or with two versions of
-    the software, and those whose runs are all predicted alike.
-
-    Returns:
-        Of each group: ``source``, ``name``, ``runs``; ``best_s`` and ``chosen_s``, the measured times of the fastest
-        run and of the one predicted to be (the mean of those predicted alike); the ``place`` of that; in percent its
-        ``regret``, ``random_regret`` by chance, ``constant_mfu_regret``; how many of the ``TOP`` fastest are among as
-        many predicted to be (``top_shared``; None for no more runs), and how many of their pairs are predicted in their
-        order (``top_order``; of those predicted alike a half).
+    the software, and those whose runs are all predicted alike.  Of each: the measured times of the fastest run and of
+    the one predicted to be (the mean of those predicted alike), the ``place`` of that; in percent its ``regret``, that
+    by chance and by a constant MFU, how many of the ``TOP`` fastest are among as many predicted to be (None for no more
+    runs), and how many of their pairs are predicted in their order (of those predicted alike a half).
     """
     naive, found = constant_mfu(rows), []
     for indices in rows_by(row.choice for row in rows).values():
@@ -371,8 +360,7 @@ def score(row: Row, predictor_of: PredictorOf) -> Scored:
 
 def _scored(row: Row, every: Sequence[PublishedJob], predictor: Predictor | None, source: str) -> Scored:
     """The geometric mean over the possible jobs of a row, with an interval that covers all of theirs."""
-    published, measured = every[0], row.measured_s
-    job = published.job
+    published, job, measured = every[0], every[0].job, row.measured_s
     calibration = {} if predictor is None else predictor.manifest.get("calibration", {})
     judged = is_copy(job, measured, calibration.get("judged_rows", ()))
     predictions = [predict(one.job, predictor or ROOFLINE, software=row.software) for one in every]
@@ -380,19 +368,14 @@ def _scored(row: Row, every: Sequence[PublishedJob], predictor: Predictor | None
     seconds = times[0] if len(times) == 1 else math.exp(fmean(map(math.log, times)))
     nearest = min(predictions, key=lambda one: abs(math.log(one.iteration_time_s / seconds)))
     ends = [prediction.interval(without=source, judged=judged) for prediction in predictions]
+    low_s, high_s = min(low for low, _ in ends), max(high for _, high in ends)
     share = seconds / nearest.iteration_time_s
     return Scored(
-        row,
-        job,
-        published.framework,
-        measured,
-        seconds,
-        min(low for low, _ in ends),
-        max(high for _, high in ends),
-        nearest.mfu * nearest.iteration_time_s,
-        1.0 if predictor is None else nearest.unsupported_share,
-        {cause: own * share for cause, own in nearest.breakdown.items()},
-        published.open,
-        replace(predictions[0].software_used, profile=published.framework.name),
-        any(prediction.memory.fits for prediction in predictions),
+        *(row, job, published.framework, measured, seconds, low_s, high_s),
+        ideal_s=nearest.mfu * nearest.iteration_time_s,
+        unsupported_share=1.0 if predictor is None else nearest.unsupported_share,
+        breakdown={cause: own * share for cause, own in nearest.breakdown.items()},
+        open=published.open,
+        software=replace(predictions[0].software_used, profile=published.framework.name),
+        fits=any(prediction.memory.fits for prediction in predictions),
     )

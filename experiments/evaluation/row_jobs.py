@@ -127,9 +127,7 @@ def framework_of(row: Row) -> Framework:
     if tables_named(row) and "torchrec" not in row.software.lower():  # MLPerf's runs of DLRM, whatever words they have
         return frameworks.framework_in(row.software if "hugectr" in row.software.lower() else "hugectr")
     framework = frameworks.framework_in(row.text("framework"), container, dated)
-    changes: dict[str, Any] = (
-        {"attention": frameworks.attention_of(row.text("attention"))} if row.text("attention") else {}
-    )
+    changes: dict[str, Any] = {"attention": frameworks.attention_of(text)} if (text := row.text("attention")) else {}
     for columns, words, fields in TOLD["stated"]:
         if re.search(words, " ".join(map(row.text, columns.split())).lower()):
             changes |= fields
@@ -138,22 +136,15 @@ def framework_of(row: Row) -> Framework:
         changes["bucket_mbytes"] = float(bucket[1])
     if framework.name == "paxml":
         changes["recompute"] = by_model(row, TOLD["paxml"]["recompute"], framework.recompute)
-    if "nemo container" in row.software.lower() or "nemo:" in container.lower():
-        changes |= _container_habits(row, framework)
+    if "nemo container" in row.software.lower() or "nemo:" in container.lower():  # what recipes do with a mixture
+        calls, recipe = frameworks.FRAMEWORKS["nemo"].dispatch_calls, find_recipe(row)
+        if framework.overlap_ep and "mxfp8" not in row.text("precision").lower():
+            changes |= {"overlap_ep": False, "fused_experts": False, "dispatch_calls": calls}
+        if recipe is not None:
+            changes |= {"dispatch_calls": calls, **recipe_habits(recipe)}
+        elif row.text("hardware").lower().startswith("gb"):  # CUDA graphs of the router and what precedes the dispatch
+            changes["dispatch_calls"] = 0.0
     return replace(framework, **changes) if changes else framework
-
-
-def _container_habits(row: Row, framework: Framework) -> dict[str, Any]:
-    """What recipes of Megatron-Bridge do with a mixture; where none is known: with most on that hardware."""
-    calls, changes = frameworks.FRAMEWORKS["nemo"].dispatch_calls, dict[str, Any]()
-    if framework.overlap_ep and "mxfp8" not in row.text("precision").lower():
-        changes = {"overlap_ep": False, "fused_experts": False, "dispatch_calls": calls}
-    recipe = find_recipe(row)
-    if recipe is not None:
-        return {**changes, "dispatch_calls": calls, **recipe_habits(recipe)}
-    if row.text("hardware").lower().startswith("gb"):  # CUDA graphs of the router and what precedes the dispatch
-        changes["dispatch_calls"] = 0.0
-    return changes
 
 
 def by_model(row: Row, values: Mapping[str, T], default: T) -> T:
@@ -222,18 +213,12 @@ def _job(row: Row, framework: Framework) -> Job:
             parallel |= {"offload_activations": True, "offload_layers": layers}
     if model.get("experts"):
         parallel["expert_tp"] = 0 if parallel["dp"] * parallel["cp"] % parallel["ep"] == 0 else 1
-    batch = {key: row.known(key) for key in ("micro_batch", "global_batch")}
+    batch: dict[str, Any] = {key: row.known(key) for key in ("micro_batch", "global_batch")}
     execution = {name: row.text(name) for name in ("kernels", "container") if row.text(name)}
     execution |= {name: frameworks.plain_version(row.text(name)) for name in frameworks.LIBRARIES if row.text(name)}
-    tables = {
-        "framework": framework.name,
-        "model": model,
-        "parallel": parallel,
-        "batch": {**batch, "precision": precision_of(row.text("precision"))},
-        "cluster": cluster_of(row),
-        "execution": execution,
-    }
-    return Job.from_dict(tables, habits=framework)
+    batch["precision"] = precision_of(row.text("precision"))
+    tables = {"framework": framework.name, "model": model, "parallel": parallel, "batch": batch}
+    return Job.from_dict({**tables, "cluster": cluster_of(row), "execution": execution}, habits=framework)
 
 
 def tables_named(row: Row) -> str:
@@ -256,21 +241,18 @@ def _table_job(row: Row, framework: Framework) -> Job:
     whole = row.known("global_batch")
     batch = row.whole("micro_batch") or -(-whole // row.gpus)
     steps = max(1, round(whole / (batch * row.gpus)))
+    sharding = {
+        "rule": row.text("sharding") or "auto",
+        "replicate_mbytes": TOLD["replicated_mbytes"][cluster["nodes"] > 1],
+    }
     found = {
         "model": {**model, **({"interaction": row.text("interaction")} if row.text("interaction") else {})},
-        "batch": {
-            "micro_batch": batch,
-            "global_batch": batch * row.gpus * steps,
-            "precision": precision_of(row.text("precision") or "fp16"),
-        },
+        "batch": {"micro_batch": batch, "global_batch": batch * row.gpus * steps},
         "optimizer": {"kind": "adagrad"},
-        "sharding": {
-            "rule": row.text("sharding") or "auto",
-            "optimizer": "adagrad",
-            "replicate_mbytes": TOLD["replicated_mbytes"][cluster["nodes"] > 1],
-        },
+        "sharding": {**sharding, "optimizer": "adagrad"},
         "cluster": cluster,
     }
+    found["batch"]["precision"] = precision_of(row.text("precision") or "fp16")
     return Job.from_dict(found, habits=framework)
 
 
@@ -333,8 +315,7 @@ def _vocab(row: Row) -> int:
     model, recipes, tokens = TOLD["tokens"]
     if plain_name(row).startswith(model) and re.search(recipes, row.software):
         return int(tokens)
-    known: int = by_model(row, TOLD["models"], {}).get("vocab", 0)
-    return row.whole("vocab") or known
+    return row.whole("vocab") or int(by_model(row, TOLD["models"], {}).get("vocab", 0))
 
 
 def _degrees(row: Row) -> dict[str, int]:

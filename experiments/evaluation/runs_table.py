@@ -7,7 +7,7 @@ import io
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -209,37 +209,34 @@ def read_runs_table(path: Path) -> list[Row]:
 
     A row without a ``row_id`` has the number of its line; a column's name may be written in capitals.
     """
+    rows = list[Row]()
     try:
-        return list(_rows(path))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise TableError(f"cannot read runs from {path}: {reason(error)}") from None
-
-
-def _rows(path: Path) -> Iterator[Row]:
-    with io.StringIO(read_unpacked(path).decode("utf-8-sig"), newline="") as stream:
-        reader = csv.DictReader(stream)
-        try:
-            found = read_header(reader.fieldnames or ())
-        except TableError as error:
-            raise TableError(f"{path}: {error}") from None
+        reader = csv.DictReader(io.StringIO(read_unpacked(path).decode("utf-8-sig"), newline=""))
+        found = read_header(reader.fieldnames or ())
         reader.fieldnames = names = [name for name, _ in found]
         needed = [column.name for column in columns() if column.needed]
         if "tables" in names:  # recommendation models have no sizes of transformers
             needed = [name for name in needed if name not in _OF_TRANSFORMERS]
-        missing = [name for name in needed if name not in names]
-        if missing:
+        if missing := [name for name in needed if name not in names]:
             raise TableError(
-                f"a table of runs has columns {', '.join(needed)}; {path} lacks {', '.join(missing)}: "
+                f"a table of runs has columns {', '.join(needed)}; it lacks {', '.join(missing)}: "
                 "`stepsight evaluate --explain-columns` says what else they may be called"
             )
         for cells in reader:
             if None in cells or None in cells.values():
-                raise TableError(f"{path}, line {reader.line_num}: more or fewer cells than columns")
+                raise TableError(f"line {reader.line_num}: more or fewer cells than columns")
             for name, factor in found:
                 if factor != 1.0 and cells[name].strip():
                     with suppress(ValueError):  # other text stays as it is, and its reader refuses it
                         cells[name] = repr(float(cells[name]) * factor)
-            yield Row(cells if (cells.get("row_id") or "").strip() else {**cells, "row_id": str(reader.line_num)})
+            rows.append(
+                Row(cells if (cells.get("row_id") or "").strip() else {**cells, "row_id": str(reader.line_num)})
+            )
+    except TableError as error:
+        raise TableError(f"{path}: {error}") from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise TableError(f"cannot read runs from {path}: {reason(error)}") from None
+    return rows
 
 
 def plain_name(row: Row) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,13 +87,8 @@ def judge_table(
 
     Each row is asked of its predictor with the software that ran it.  Rows of other software are left out, unless the
     predictor knows none of a device's rows, or they are asked for: then they are predicted as what it predicts for.
-
-    Args:
-        measured: Ops, and collectives on fabrics.
-        predictor_of: The predictor of a device; None: its facts answer.
-        fabric: Links of all collectives; None: the known fabric that a row names.
-        on_rows: Called with the numbers of rows that are predicted and of all rows.
-        software: Take only rows whose software contains this text; case is ignored.
+    ``predictor_of`` has the predictor of a device (None: its facts answer), ``fabric`` the links of all collectives
+    (None: the known fabric that a row names); ``software`` takes only rows whose software contains it, without case.
     """
     if software:
         kept = [index for index, name in enumerate(measured.software) if software.lower() in name.lower()]
@@ -195,19 +191,11 @@ def predict_table(
     ran: Sequence[str | int],
 ) -> tuple[Array, dict[str, int]]:
     """Predicted seconds of each row by what ran it (-1: unknown), NaN for none, and the number of those by reason."""
-    predicted, skipped = np.full(len(measured), np.nan), Counter[str]()
-    left = np.ones(len(measured), dtype=np.bool_)  # rows that are predicted
-    trained, calibrated = _taught(measured, predictor_of)
-    unknown = np.array([own == -1 for own in ran], dtype=np.bool_)
-    reasons = {"the predictor was trained on the shape": trained, "the predictor was calibrated on it": calibrated}
-    for name, rows in rows_by(measured.software).items():
-        own = np.isin(np.arange(len(measured)), rows) & unknown
-        reasons[f"software that the predictor does not know: {name}"] = own
-    for reason, mask in reasons.items():
-        if count := int((mask & left).sum()):
-            skipped[reason] += count
-        left &= ~mask
-    kept = np.flatnonzero(left)
+    predicted, reasons = np.full(len(measured), np.nan), _taught(measured, predictor_of)
+    for index, own in enumerate(ran):
+        if own == -1 and not reasons[index]:
+            reasons[index] = f"software that the predictor does not know: {measured.software[index]}"
+    skipped, kept = Counter[str](sorted(filter(None, reasons))), np.flatnonzero(reasons == "")
     are_ops = [isinstance(measured.works[index], Op) for index in kept.tolist()]
     batches = rows_by(
         (measured.device[index], "" if is_op else measured.fabric[index], is_op)
@@ -240,30 +228,29 @@ def predict_table(
     return predicted, dict(skipped)
 
 
-def _taught(measured: Measurements, predictor_of: PredictorOf) -> NDArray[np.bool_]:
-    """Rows of shapes that their predictor was trained on, and rows that its network was fitted on, ``(2, rows)``."""
-    shapes, found = [shape_of(work) for work in measured.works], np.zeros((2, len(measured)), dtype=np.bool_)
+def _taught(measured: Measurements, predictor_of: PredictorOf) -> NDArray[np.object_]:
+    """By row, why it cannot judge: its predictor was trained on the shape, or its network fitted on it; else empty."""
+    shapes, found = [shape_of(work) for work in measured.works], np.full(len(measured), "", dtype=object)
     for device, rows in rows_by(measured.device).items():
         predictor = predictor_of(device)
         manifest = {} if predictor is None else predictor.manifest
-        if manifest.get("trained_shapes"):
-            found[0, rows] = trained_on(manifest, [shapes[index] for index in rows.tolist()])
         record = manifest.get("calibrated_links", {})
         if record.get("fitted_shapes"):
             same = np.array([measured.files[name].digest in record["files"] for name in measured.source])
-            found[1] |= same & trained_on({"trained_shapes": record["fitted_shapes"]}, shapes)
+            same &= trained_on({"trained_shapes": record["fitted_shapes"]}, shapes) & (found == "")
+            found[same] = "the predictor was calibrated on it"
+        if manifest.get("trained_shapes"):
+            known = trained_on(manifest, [shapes[index] for index in rows.tolist()])
+            found[rows[known]] = "the predictor was trained on the shape"
     return found
 
 
 def _links(named: str, predictor: Predictor | None) -> Fabric | None:
     """The known fabric of a name; for rows that name none, the usual one of the predictor's hardware."""
-    if named or predictor is None:
-        known: Fabric | None = FABRICS.get(named)
-        return known
-    try:
-        return find_fabric(usual_fabric(predictor.hardware.name))
-    except JobError:
-        return None
+    found: Fabric | None = FABRICS.get(named)
+    with suppress(JobError):
+        return found if named or predictor is None else find_fabric(usual_fabric(predictor.hardware.name))
+    return None
 
 
 def group_of(work: Op | Collective, seconds: float) -> tuple[str, str, str]:
@@ -301,12 +288,8 @@ def table_errors_text(result: TableErrors) -> str:
 def judge_collection(path: Path, predictor: Predictor | str | None = None) -> dict[str, Any]:
     """Compare the measured runs of a collection with predictions; runs that trained the predictor are left out.
 
-    Runs that the predictor cannot speak for are figures of their own: runs with compiled kernels where it was taught
+    Runs that the predictor cannot speak for are ``apart``, by reason: runs with compiled kernels where it was taught
     none, and runs that take most of their time in what was never measured.
-
-    Returns:
-        ``runs`` (times in seconds), ``overall`` (errors, coverage, interval score), ``apart`` (the same of other runs
-        by reason), ``skipped``, ``warnings`` and ``text``.
     """
     rows, skipped = list[dict[str, Any]](), Counter[str]()
     manifest = predictor.manifest if isinstance(predictor, Predictor) else {}

@@ -71,7 +71,14 @@ def grid_bounds(grid: Grid, given: Prediction) -> Bounds:
     """Bound every strategy of a grid, for the latency model and predictor of a prediction of the grid's job."""
     timer, hardware = given.simulation.timer, given.simulation.hardware
     if grid.job.cluster.mixed:  # other devices may be faster, or have more memory
-        timer, hardware = best_devices(grid.job, timer, hardware)
+        others = [other_latency(other.hardware, grid.job) for other in grid.job.cluster.mixed]
+        devices, timer = [hardware, *(model.hardware for model in others)], Timer(FastestDevice(timer.latency, others))
+        hardware = replace(
+            hardware,
+            memory_bytes=max(device.memory_bytes for device in devices),
+            reserved_bytes=min(device.reserved_bytes for device in devices),
+            fragmentation=min(device.fragmentation for device in devices),
+        )
     table = ShapeTable(grid, timer, hardware)
     sent = Collectives(timer)
     blocks = [_BlockBounds(grid, block, table, sent, hardware) for block in grid.blocks.values()]
@@ -114,27 +121,12 @@ class FastestDevice:
         return seconds
 
 
-def best_devices(job: Job, timer: Timer, hardware: Hardware) -> tuple[Timer, Hardware]:
-    """A timer of the fastest device for every op, and the hardware with the largest memory and the least overhead."""
-    others = [other_latency(other.hardware, job) for other in job.cluster.mixed]
-    devices = [hardware, *(model.hardware for model in others)]
-    roomy = replace(
-        hardware,
-        memory_bytes=max(device.memory_bytes for device in devices),
-        reserved_bytes=min(device.reserved_bytes for device in devices),
-        fragmentation=min(device.fragmentation for device in devices),
-    )
-    return Timer(FastestDevice(timer.latency, others)), roomy
-
-
 class ShapeTable:
     """The distinct rank shapes of a grid.
 
     Attributes:
-        micro_batches: Sizes, in the order of ``ids``.
         ids: By layout, the number of each shape: micro-batch size, sequence parallelism, order of ranks, whether
             fully sharded, whether offloaded.
-        shapes: By number.
         kinds: Kinds of layers; the embedding and the head follow them wherever blocks are counted.
         numel: Elements of the parameters of each block, others' and experts', shape ``(shapes, blocks, 2)``.
     """
@@ -184,17 +176,9 @@ class ShapeTable:
         return layer_counts(self.shapes[0], parts, self.kinds, every)
 
     def part_seconds(self, ids: Ids, part: str, how: str, parts: int, every: int) -> Floats:
-        """The least seconds of a pass through each part of the model, of the computation and of the host's launches.
-
-        Args:
-            ids: Numbers of shapes; the last axis: whether fully sharded.
-            part: As in ``PassKind``.
-            how: ``none``, ``selective`` or ``full``.
-            parts: Parts of the model.
-            every: Of the layers of a part, every n-th is recomputed.
-
-        Returns:
-            Shape ``(2, *ids.shape, parts)``.
+        """The least seconds of a pass through each of ``parts`` parts of the model, of the computation and of the
+        host's launches, shape ``(2, *ids.shape, parts)``; ``part`` as in ``PassKind``, ``how`` it recomputes ``every``
+        n-th layer.  The last axis of ``ids``: whether fully sharded.
         """
         counts, again = self.counts(parts, every)
         full = how == "full" and part in ("backward", "input")

@@ -235,8 +235,12 @@ class SearchResult:
 
     @cached_property
     def front(self) -> list[dict[str, Any]]:
-        """Strategies that no other one beats in all of the goal's objectives; rows as those of ``to_frame``."""
-        return pareto_front([self._row(choice) for choice in self.choices if choice.fits])
+        """Strategies that no other one beats in time of training and in cost, the shortest time first; rows as those
+        of ``to_frame``.  Where a price is not known, the number of devices stands for the cost.
+        """
+        rows = [self._row(choice) for choice in self.choices if choice.fits]
+        second = cost_axis(rows)
+        return [rows[at] for at in front_of([(row["training_time_s"], row[second]) for row in rows])]
 
     def _row(self, choice: Choice) -> dict[str, Any]:
         placed = {} if self.expert_loads is None else {"imbalance": choice.job.model.imbalance}
@@ -303,23 +307,6 @@ class SearchResult:
         columns += ["iteration_time_s", "low_s", "high_s", "memory_bytes", "fits"]
         head = f"<p>{escape(f'{self.counts}: {self.proof}')}</p>"
         return head + (self.to_frame()[columns].head(10).to_html(index=False) if self.choices else "")
-
-
-def pareto_front(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Find the rows that no other row dominates in time and cost.
-
-    The time is that of training, the cost what it costs; where a price is not known, the number of devices.
-
-    Args:
-        rows: With the keys of ``Goal.objectives``.
-
-    Returns:
-        Rows of the front, the shortest time first; of equal ones the first.
-    """
-    if not rows:
-        return []
-    second = cost_axis(rows)
-    return [rows[at] for at in front_of([(row["training_time_s"], row[second]) for row in rows])]
 
 
 def front_of(points: Sequence[tuple[float, float] | None]) -> list[int]:
@@ -389,11 +376,11 @@ def _compared(choices: Sequence[Choice]) -> tuple[list[Choice], list[str], Float
     best = [choice for choice in choices if choice.fits and choice.seconds is not None][: 1 + MOST_RIVALS]
     spent = [seconds_by_kind(choice) for choice in best]
     kinds = list(dict.fromkeys(kind for one in spent for kind in one))
-    seconds = np.array([[one.get(kind, 0.0) for kind in kinds] for one in spent])
-    if not best:
-        return [], kinds, seconds, 0.0
-    time_s, _, high_s = best[0].timed
-    return best, kinds, seconds, math.log(high_s / time_s) * time_s / float(np.linalg.norm(seconds[0]))
+    seconds, size = np.array([[one.get(kind, 0.0) for kind in kinds] for one in spent]), 0.0
+    if best:
+        time_s, _, high_s = best[0].timed
+        size = math.log(high_s / time_s) * time_s / float(np.linalg.norm(seconds[0]))
+    return best, kinds, seconds, size
 
 
 def expected_regrets(seconds: Floats, rest: Floats, size: float) -> Floats:

@@ -34,17 +34,13 @@ class ExpertLoads:
     def __post_init__(self) -> None:
         sizes = {len(loads) for loads in self.layers}
         if len(sizes) != 1 or not 1 <= len(self.layers) <= MOST_LAYERS or not 2 <= max(sizes) <= MOST_EXPERTS:
-            raise StepsightError(
-                f"expert loads must be one row, or one for each of at most {MOST_LAYERS} layers, of 2 to "
-                f"{MOST_EXPERTS} experts each, got {len(self.layers)} rows of {sorted(sizes)!s:.80} experts"
-            )
+            rule = f"one row, or one for each of at most {MOST_LAYERS} layers, of 2 to {MOST_EXPERTS} experts each"
+            raise StepsightError(f"expert loads must be {rule}, got {len(self.layers)} rows of {sorted(sizes)!s:.80}")
         for row, loads in enumerate(self.layers):
             wrong = [load for load in loads if not 0 <= load < math.inf]
             if wrong or not sum(loads) > 0:
-                raise StepsightError(
-                    "loads of experts must be numbers of tokens >= 0, not all 0, "
-                    f"got {wrong[0] if wrong else 'only 0'} in row {row + 1}"
-                )
+                got = f"{wrong[0] if wrong else 'only 0'} in row {row + 1}"
+                raise StepsightError(f"loads of experts must be numbers of tokens >= 0, not all 0, got {got}")
 
     @classmethod
     def read(cls, path: Path) -> ExpertLoads:
@@ -78,10 +74,8 @@ class ExpertLoads:
         if experts != model.experts:
             raise StepsightError(f"expert loads must be of the model's {model.experts} experts, got {experts}")
         if len(self.layers) not in (1, mixtures):
-            raise StepsightError(
-                f"expert loads must be one line, or one for each of the {mixtures} layers with experts, "
-                f"got {len(self.layers)}"
-            )
+            rule = f"one line, or one for each of the {mixtures} layers with experts"
+            raise StepsightError(f"expert loads must be {rule}, got {len(self.layers)}")
 
     def imbalance(self, ep: int, *, by_load: bool = True) -> float:
         """Tokens of the busiest rank relative to the mean, averaged over layers."""

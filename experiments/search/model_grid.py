@@ -117,7 +117,6 @@ def model_grid(
                 sizes = memory["peak_bytes"], bool(memory["fits"])
                 placements.append(Placement(*degrees, found.iteration_time_s, *found.interval, *sizes))
     if not placements:
-        raise CaptureError(
-            f"a model must be divisible by {devices} devices in some way: {next(iter(refused.values()))}"
-        )
+        why = next(iter(refused.values()))
+        raise CaptureError(f"a model must be divisible by {devices} devices in some way: {why}")
     return ModelGrid(tuple(sorted(placements, key=lambda each: (not each.fits, each.seconds))), refused)

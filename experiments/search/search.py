@@ -232,24 +232,18 @@ class _JobSearch:
         self._asked, self._settings, self._goal = asked, settings, goal
         self._given = asked.predict(job)  # an invalid job is an error before a study begins
         goal.scale(job)
-        self._grid = Grid(job, asked.space, loads)
-        self._evaluations = self._open_evaluations()
+        self._grid, question = Grid(job, asked.space, loads), ""
+        if settings.storage is not None or settings.sampler == "tpe":  # Optuna is used only if they need it
+            batch = replace(job.batch, micro_batch=1, flushes=1)
+            parallel = {**asdict(job.parallel), **dict.fromkeys(VARIED)}
+            about = (job.model, batch, job.optimizer, job.cluster, job.framework, parallel, self._grid.space)
+            question = digest("3", repr(about), self._given.source, *([] if loads is None else [repr(loads)]))
+        self._evaluations = Evaluations(self._grid, question, settings.storage, settings.study_name)
         self._done = self._evaluations.done
         self._own = Choice.of(self._given, asked.predict)
         self._first = self._grid.find(self._given.job)  # the job's own strategy; None if it is not in the space
         self._wanted = max(settings.top, 1 + MOST_RIVALS) if goal.robust == REGRET else settings.top
         self._known: dict[int, Choice] = {} if self._first is None else {self._first: self._own}
-
-    def _open_evaluations(self) -> Evaluations:
-        """The evaluations of this question; Optuna is used only if a storage or sampler needs it."""
-        settings, job, loads = self._settings, self._grid.job, self._asked.expert_loads
-        if settings.storage is None and settings.sampler != "tpe":
-            return Evaluations(self._grid)
-        batch = replace(job.batch, micro_batch=1, flushes=1)
-        parallel = {**asdict(job.parallel), **dict.fromkeys(VARIED)}
-        asked = (job.model, batch, job.optimizer, job.cluster, job.framework, parallel, self._grid.space)
-        question = digest("3", repr(asked), self._given.source, *([] if loads is None else [repr(loads)]))
-        return Evaluations(self._grid, question, settings.storage, settings.study_name)
 
     def run(self) -> SearchResult:
         """Predict strategies until none is worth it, or a limit is reached."""
@@ -301,14 +295,15 @@ class _JobSearch:
         """The choice of Optuna's TPE sampler, or the next remaining one if that was evaluated."""
         import optuna
 
-        grid, evaluations, seed = self._grid, self._evaluations, self._settings.seed
-        sampler = optuna.samplers.TPESampler(seed=seed + len(self._done))  # a continued study repeats no choices
-        study, known = optuna.create_study(sampler=sampler), 0
+        grid, seed = self._grid, self._settings.seed + len(self._done)  # a continued study repeats no choices
+        study, known = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed)), 0
 
         def choose(count: int) -> Sequence[int]:
             nonlocal known
-            study.add_trials(evaluations.trials[known:])
-            known = len(evaluations.trials)
+            assert self._evaluations.study is not None
+            trials = self._evaluations.study.get_trials(deepcopy=False)
+            study.add_trials([trial for trial in trials[known:] if trial.state.is_finished()])
+            known = len(trials)
             trial = study.ask()
             index = grid.suggest(trial)
             study.tell(trial, state=optuna.trial.TrialState.FAIL)  # samplers learn nothing from these
@@ -319,7 +314,6 @@ class _JobSearch:
 
     @cached_property
     def _bounds(self) -> Bounds:
-        """Lower bounds of all strategies."""
         return grid_bounds(self._grid, self._given)
 
     def _shortest(self) -> list[float]:
@@ -355,17 +349,19 @@ class _JobSearch:
             choices += self._smallest(choices)
         ranked = sorted(choices, key=lambda choice: choice.rank(goal))
         ranked, regrets = by_expected_regret(ranked) if goal.robust == REGRET else (ranked, ())
-        gap_percent, undecided = self._proof()
+        best, left = next(iter(self._shortest()), math.inf), self._grid.remaining
+        bounds_s = self._bounds.seconds[left & self._bounds.may_fit] if left.any() else np.array([])
+        least = float(bounds_s.min(initial=math.inf))
+        gap_percent = None if math.isinf(best) or least <= 0 else max(0.0, 100.0 * (best / least - 1.0))
         if regrets and gap_percent is not None:  # the strategy with the least regret may not be the fastest
-            slower = (1.0 + gap_percent / 100.0) * ranked[0].timed[0] / self._shortest()[0]
-            gap_percent = max(0.0, 100.0 * (slower - 1.0))
+            gap_percent = max(0.0, 100.0 * ((1.0 + gap_percent / 100.0) * ranked[0].timed[0] / best - 1.0))
         return SearchResult(
             ranked,
             len(done),
             len(self._grid),
             self._own,
             gap_percent,
-            undecided,
+            int(np.count_nonzero(bounds_s < best)),
             rivals=find_rivals(ranked) if goal.robust else (),
             regrets=regrets,
             goal=goal,
@@ -393,14 +389,6 @@ class _JobSearch:
         memory = estimate_memory(job, self._given.simulation.hardware)
         return Choice(job, memory.peak_bytes, memory.capacity_bytes, seconds, self._asked.predict)
 
-    def _proof(self) -> tuple[float | None, int]:
-        """How much longer than the optimum the best takes at most, in percent; and how many others may be better."""
-        best, left = next(iter(self._shortest()), math.inf), self._grid.remaining
-        bounds_s = self._bounds.seconds[left & self._bounds.may_fit] if left.any() else np.array([math.inf])
-        undecided, least = int(np.count_nonzero(bounds_s < best)), float(bounds_s.min(initial=math.inf))
-        unknown = math.isinf(best) or least <= 0
-        return None if unknown else max(0.0, 100.0 * (best / least - 1.0)), undecided
-
 
 def expresses(to: str, job: Job) -> bool:
     """Whether a format can express all degrees and options of a job's strategy."""
@@ -417,11 +405,8 @@ def best_expressed(
     """Find the best strategy that fits in memory and that a format can express.
 
     If the format does not express the best strategy, all legal strategies that it expresses are predicted: the search
-    evaluated only those that could have been the best of all.
-
-    Returns:
-        The strategy, or None; and whether all legal strategies were considered, not only those that were evaluated.
-        Spaces of more than ``MOST_LEGAL`` strategies, and strategies with placed experts, are not looked through.
+    evaluated only those that could have been the best of all.  Spaces of more than ``MOST_LEGAL`` strategies, and
+    strategies with placed experts, are not looked through.  Returned with it: whether all legal ones were considered.
     """
     found = next((each for each in result.choices if each.fits and expresses(to, each.job)), None)
     if found is result.best:

@@ -22,7 +22,7 @@ from stepsight.experiments.search.settings import INTERVAL
 from stepsight.training.corrections.intervals import seconds_text
 
 if TYPE_CHECKING:
-    from stepsight.experiments.search.choices import Choice, Rival, SearchResult
+    from stepsight.experiments.search.choices import Rival, SearchResult
 
 
 def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
@@ -55,14 +55,9 @@ def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
 def write_best(
     result: SearchResult, out: Path, to: str, read: tuple[Path, Job], asked: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write the best strategy, or the best one that a format expresses; what to tell about it, with a ``text``.
-
-    Args:
-        result: Of the search.
-        out: Where to.
-        to: Format of the configuration; empty: a job file.
-        read: The file that the search was asked with, and its job.
-        asked: The predictor and the space of the search.
+    """Write the best strategy, or the best one that a format expresses (``to``; empty: a job file); what to tell about
+    it, with a ``text``.  ``read``: the file that the search was asked with, and its job; ``asked``: the predictor and
+    the space of the search.
     """
     if not to:
         write_text(out, job_toml(result.best.job))
@@ -72,7 +67,17 @@ def write_best(
     written, edited = write_config(job, to), edit_config(*read, job, to)
     text, diff = edited.text if edited is not None else "", None
     write_text(out, text or written.text)
-    notes = [_written_strategy(result, choice, out, to, all_legal)]
+    slower = 100 * ((choice or result.best).timed[0] / result.best.timed[0] - 1)
+    which = "the legal strategies" if all_legal else "the strategies evaluated"
+    if choice is None:
+        few = f"of {which} that fit in memory, {to} expresses none"
+        notes = [f"warning: {out} is not the best strategy, only what {to} expresses of it: {few}"]
+    elif choice is result.best:
+        notes = [f"wrote the best strategy to {out}"]
+    else:
+        lost = ", ".join(line for line in write_config(result.best.job, to).ignored if line not in written.ignored)
+        short = f"wrote {job.name} to {out}: {to} does not express the best strategy ({lost})"
+        notes = [f"{short}; of {which} that it expresses this is the best ({slower:+.1f} % iteration time)"]
     profile = framework_in("megatron-core" if to.startswith("megatron") else to)
     if not job.framework and profile is not GENERIC:
         notes.append(f"ranked without a framework's profile: with framework = {profile.name!r} ranks and times differ")
@@ -88,20 +93,6 @@ def write_best(
     if diff is None:
         told |= {"notes": [*notes, *written.notes], "ignored": list(written.ignored)}
     return {**told, "text": "\n" + "\n".join(lines).rstrip()}
-
-
-def _written_strategy(result: SearchResult, choice: Choice | None, out: Path, to: str, all_legal: bool) -> str:
-    """Which strategy was written, and what that costs."""
-    which = "the legal strategies" if all_legal else "the strategies evaluated"
-    if choice is None:
-        few = f"of {which} that fit in memory, {to} expresses none"
-        return f"warning: {out} is not the best strategy, only what {to} expresses of it: {few}"
-    if choice is result.best:
-        return f"wrote the best strategy to {out}"
-    slower, own = 100 * (choice.timed[0] / result.best.timed[0] - 1), write_config(choice.job, to).ignored
-    lost = ", ".join(line for line in write_config(result.best.job, to).ignored if line not in own)
-    text = f"wrote {choice.job.name} to {out}: {to} does not express the best strategy ({lost})"
-    return f"{text}; of {which} that it expresses this is the best ({slower:+.1f} % iteration time)"
 
 
 def _verdict(result: SearchResult) -> str:

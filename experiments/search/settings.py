@@ -171,17 +171,14 @@ class Scenarios:
     seq_lens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for own in fields(self):
-            values = getattr(self, own.name)
-            if isinstance(values, str) or not isinstance(values, Iterable):
-                raise StepsightError(f"{own.name} of scenarios must be a list of values, got {values!r:.80}")
-            for value in values:
-                text = own.name == "clusters"
-                whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
-                if not (isinstance(value, str) and value.partition("@")[0] if text else whole):
-                    words = "hardware, or hardware@fabric" if text else "whole numbers > 0"
-                    raise StepsightError(f"{own.name} of scenarios must be {words}, got {value!r:.80}")
-            object.__setattr__(self, own.name, tuple(dict.fromkeys(values)))
+        def check(name: str, value: Any) -> Any:
+            text = name == "clusters"
+            if not (isinstance(value, str) and value.partition("@")[0] if text else _is_number(value, 1)):
+                words = "hardware, or hardware@fabric" if text else "whole numbers > 0"
+                raise StepsightError(f"{name} of scenarios must be {words}, got {value!r:.80}")
+            return value
+
+        _check_lists(self, "scenarios", check)
         count = math.prod(max(1, len(values)) for values in vars(self).values())
         if count > MOST_SCENARIOS:
             raise StepsightError(f"scenarios must be <= {MOST_SCENARIOS}, got {count}")
@@ -189,7 +186,7 @@ class Scenarios:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is varied."""
-        return not (self.nodes or self.clusters or self.global_batches or self.seq_lens)
+        return not any(vars(self).values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,14 +306,7 @@ class Space:
     def __post_init__(self) -> None:
         if not _is_number(self.max_tp, 0):
             raise StepsightError(f"max_tp of a space must be a whole number >= 0, got {self.max_tp!r:.80}")
-        for axis in fields(self)[1:]:
-            given = getattr(self, axis.name)
-            if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-                raise StepsightError(f"{axis.name} of a space must be a list of values, got {given!r:.80}")
-            values = [_checked(axis.name, value) for value in given]
-            if not values and axis.default:
-                raise StepsightError(f"{axis.name} of a space must name one value at least, got none")
-            object.__setattr__(self, axis.name, tuple(dict.fromkeys(values)))
+        _check_lists(self, "a space", _checked)
 
     @property
     def pipelines(self) -> tuple[tuple[str, int], ...]:
@@ -359,10 +349,31 @@ def _is_number(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MOST_SIZE
 
 
+def _check_lists(of: Any, noun: str, check: Callable[[str, Any], Any]) -> None:
+    """Turn the lists of a dataclass into tuples of distinct values; ``check`` takes a field's name and a value."""
+    for axis in (axis for axis in fields(of) if isinstance(axis.default, tuple)):
+        given = getattr(of, axis.name)
+        if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+            raise StepsightError(f"{axis.name} of {noun} must be a list of values, got {given!r:.80}")
+        values = tuple(dict.fromkeys(check(axis.name, value) for value in given))
+        if not values and axis.default:
+            raise StepsightError(f"{axis.name} of {noun} must name one value at least, got none")
+        object.__setattr__(of, axis.name, values)
+
+
 def _checked(name: str, value: Any) -> Any:
-    """A value of an axis; a schedule without virtual stages has as few as it allows."""
+    """A value of an axis of a space; a schedule without virtual stages has as few as it allows."""
     if name == "schedules":
-        return _schedule(value)
+        pair = (value, 0) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str) or not _is_number(pair[1], 0):
+            rule = "must be names, or names with virtual stages, as ('1f1b', 2)"
+            raise StepsightError(f"schedules of a space {rule}, got {value!r:.80}")
+        if pair[0] not in SCHEDULES:
+            raise StepsightError(f"schedules of a space: {SCHEDULES.unknown(pair[0])}")
+        schedule = SCHEDULES[pair[0]]
+        if not isinstance(value, str) and not schedule.allows(pair[1]):
+            raise StepsightError(f"schedule {pair[0]} has virtual_stages {schedule.allowed}, got {pair[1]}")
+        return (value, schedule.virtual_stages[0]) if isinstance(value, str) else pair
     least = 0 if name == "dp_shard" else 1
     good, rule = _is_number(value, least), f"whole numbers >= {least}"
     if name in _VALUES:
@@ -372,19 +383,3 @@ def _checked(name: str, value: Any) -> Any:
     if not good:
         raise StepsightError(f"{name} of a space must be {rule}, got {value!r:.80}")
     return value
-
-
-def _schedule(value: Any) -> tuple[str, int]:
-    pair = (value, 0) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-    if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str) or not _is_number(pair[1], 0):
-        raise StepsightError(
-            f"schedules of a space must be names, or names with virtual stages, as ('1f1b', 2), got {value!r:.80}"
-        )
-    name, chunks = pair
-    if name not in SCHEDULES:
-        raise StepsightError(f"schedules of a space: {SCHEDULES.unknown(name)}")
-    if isinstance(value, str):
-        return name, SCHEDULES[name].virtual_stages[0]
-    if not SCHEDULES[name].allows(chunks):
-        raise StepsightError(f"schedule {name} has virtual_stages {SCHEDULES[name].allowed}, got {chunks}")
-    return name, chunks

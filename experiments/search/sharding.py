@@ -60,12 +60,7 @@ Way = tuple[str, int, str]  # to shard a table: kind, number of shards, location
 
 
 class PlacementCosts:
-    """What placements of one job's tables cost, as ``table_seconds`` has it, with times of a latency model.
-
-    Args:
-        job: The job.
-        latency: What times lookups and exchanges.
-    """
+    """What placements of one job's tables cost, as ``table_seconds`` has it, with times of a latency model."""
 
     def __init__(self, job: Job, latency: LatencyModel) -> None:
         self.job, self.tables, self._latency, self._spec = job, job.model.tables, latency, job.sharding
@@ -79,21 +74,20 @@ class PlacementCosts:
 
     def _timed(self, ranks: Ranks) -> Ranks:
         """Ranks with the seconds of a byte that the latency model takes for their exchanges."""
+
+        def byte_s(collective: Collective, few: int = 2**20, many: int = 2**26) -> float:  # two sizes that steps have
+            times = self._latency.collective_seconds([replace(collective, num_bytes=size) for size in (few, many)])
+            return max(float(times[1] - times[0]) / (many - few), 1e-15)
+
         if ranks.num == 1:
             return ranks
         nodes, node = ranks.num // ranks.per_node, ranks.per_node
         across = (nodes, 1) if self._spec.hierarchical and nodes > 1 else (ranks.num, node)
-        far_s = self._byte_s(Collective("all_to_all", 1, *across))
+        far_s = byte_s(Collective("all_to_all", 1, *across))
         if nodes == 1:
             return ranks._replace(near_s=far_s)
-        near_s = self._byte_s(Collective("reduce_scatter", 1, max(node, 2), max(node, 2)))
+        near_s = byte_s(Collective("reduce_scatter", 1, max(node, 2), max(node, 2)))
         return ranks._replace(near_s=near_s, far_s=far_s * nodes / (nodes - 1))
-
-    def _byte_s(self, collective: Collective) -> float:
-        """Seconds of a byte, from two sizes that steps have."""
-        few, many = 2**20, 2**26
-        times = self._latency.collective_seconds([replace(collective, num_bytes=size) for size in (few, many)])
-        return max(float(times[1] - times[0]) / (many - few), 1e-15)
 
     def ways(self, table: TableSpec) -> list[Way]:
         """The ways in which a table may be sharded; in ``uvm`` only where the devices cannot hold all tables."""
@@ -128,13 +122,9 @@ class PlacementCosts:
 
 
 def baseline_places(job: Job, name: str, seed: int = 0) -> tuple[TablePlacement, ...]:
-    """Whole tables by a simple rule, the usual baselines of published sharders.
-
-    Args:
-        job: The job.
-        name: ``size-greedy`` (bytes), ``lookup-greedy`` (indices times columns), ``norm-greedy`` (both, as a Euclidean
-            norm of shares) or ``random``; each rank gets the next table when it has least.  ``torchrec``: its planner.
-        seed: Of ``random``.
+    """Whole tables by a rule of published sharders: ``size-greedy`` (bytes), ``lookup-greedy`` (indices times columns)
+    or ``norm-greedy`` (both, as a Euclidean norm of shares), where each rank gets the next table when it has least;
+    or ``random``.  ``torchrec``: its planner.
     """
     if name == "torchrec":
         return planner_places(job)
@@ -159,10 +149,8 @@ def search_places(
     timeout_s: float = math.inf,
     on_trial: Callable[[int, float | None], None] | None = None,
 ) -> tuple[list[tuple[TablePlacement, ...]], int]:
-    """Move one table at a time, as in annealing, from the best of a few placements.
-
-    Returns:
-        The placements that were best at some time, best first, and how many were judged.
+    """Move one table at a time, as in annealing, from the best of a few placements; the placements that were best at
+    some time, best first, and how many were judged.
     """
     job, random, begin = costs.job, np.random.default_rng(seed), time.monotonic()
     free = replace(job.sharding, tables=(), plan="", rule=AUTO)
@@ -280,11 +268,8 @@ def planner_places(job: Job) -> tuple[TablePlacement, ...]:
 
 
 def torchrec_plan(plan: Mapping[str, Mapping[str, Mapping[str, Any]]], device: str = "cuda") -> Any:
-    """A plan, as ``--to torchrec`` writes it and ``json.load`` reads it, as a ``ShardingPlan`` of torchrec.
-
-    Args:
-        plan: By module, by table, the fields of ``ParameterSharding``.
-        device: Of the shards: ``cuda`` or ``cpu``.
+    """A plan, as ``--to torchrec`` writes it and ``json.load`` reads it, as a ``ShardingPlan`` of torchrec with its
+    shards on ``cuda`` or ``cpu``.
     """
     if not has_torchrec():
         raise StepsightError("a plan becomes torchrec's with torchrec 1.8, which is not installed")

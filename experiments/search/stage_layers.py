@@ -85,16 +85,11 @@ def with_uneven_stages(result: SearchResult, predictor: Predictor | str | None =
 def least_bottleneck(
     intercept: Floats, slope: Floats, layers: int, least: Sequence[int], most: Sequence[int]
 ) -> Counts:
-    """Layers of each part with the sum ``layers`` that minimise the longest part.
+    """Layers of each part with the sum ``layers`` that minimise the longest part; empty if there are none.
 
     Each layer goes to the part that is shortest with it: parts only grow, so no other share has a shorter longest part.
-
-    Args:
-        intercept, slope: Seconds of each part without layers, and of each of its layers, shape ``(num_parts,)``.
-        least, most: Layers of each part, at least and at most.
-
-    Returns:
-        One count for each part; empty if the limits cannot be kept.
+    ``intercept``, ``slope``: seconds of each part without layers, and of each of its layers, shape ``(num_parts,)``;
+    ``least``, ``most``: layers of each part.
     """
     counts = np.array(least)
     while counts.sum() < layers:

@@ -216,16 +216,14 @@ class Block:
 
 
 class Grid:
-    """Every legal strategy by its number, and the remaining ones; strategies are numbered block by block.
+    """Every legal strategy by its number, block by block, and the remaining ones.
 
     Attributes:
-        job: The job that they are strategies of.
-        space: The choices that it is made of.
         remaining: Shape ``(number of strategies,)``, False where a strategy was evaluated.
         blocks: By name of the layout.
 
     Args:
-        job, space: As the attributes.
+        job, space: What they are strategies of, and the choices that they are made of.
         loads: Of the model's experts, which every strategy then places by their loads.
     """
 
@@ -321,7 +319,7 @@ def strategies(job: Job, space: Space | None = None) -> Iterator[Job]:
 
 
 def scenario_jobs(job: Job, scenarios: Scenarios) -> Iterator[tuple[str, Job | JobError]]:
-    """Each scenario in words, with the job in a legal strategy on it, or the reason why there is none."""
+    """Each scenario in words, with the job on it, or the reason why there is no legal strategy."""
     for nodes, named, global_batch, seq_len in itertools.product(
         scenarios.nodes or [job.cluster.nodes],
         scenarios.clusters or [""],
@@ -334,13 +332,10 @@ def scenario_jobs(job: Job, scenarios: Scenarios) -> Iterator[tuple[str, Job | J
             hardware, _, fabric = named.partition("@")
             cluster = replace(cluster, hardware=hardware, fabric=fabric)
         model, batch = replace(job.model, seq_len=seq_len), replace(job.batch, global_batch=global_batch)
-        try:
-            yield words, _first_legal(job, model=model, batch=batch, cluster=cluster)
-        except JobError as error:
-            yield words, error
+        yield words, _first_legal(job, model=model, batch=batch, cluster=cluster)
 
 
-def _first_legal(job: Job, *, model: ModelSpec, batch: BatchSpec, cluster: ClusterSpec) -> Job:
+def _first_legal(job: Job, *, model: ModelSpec, batch: BatchSpec, cluster: ClusterSpec) -> Job | JobError:
     """The job with another model, batch and cluster, in its own strategy if that is legal, else in the first legal."""
     devices, own = cluster.num_devices, job.parallel
     free: Fields = {"cp": 1, "ep": 1, "schedule": "1f1b", "virtual_stages": 1, "stage_layers": (), "dp_shard": 0}
@@ -358,4 +353,4 @@ def _first_legal(job: Job, *, model: ModelSpec, batch: BatchSpec, cluster: Clust
         except JobError as error:
             reason = error if reason is None or parallel.tp == parallel.pp == 1 else reason
     assert reason is not None
-    raise reason
+    return reason

@@ -1,7 +1,7 @@
 """Evaluations of strategies: kept in memory or as trials of an Optuna study, and predicted in other processes.
 
-An Optuna storage keeps a search: it continues from the trials that the study holds, and several processes may use one
-study.  They do not agree on who evaluates what, so a strategy may be evaluated by more than one of them.
+A search continues from the trials that its study holds.  Several processes may use one study; they do not agree on who
+evaluates what, so a strategy may be evaluated by more than one of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from functools import cached_property, partial
 from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
@@ -45,13 +44,11 @@ if TYPE_CHECKING:
 _SECONDS = "seconds"  # attribute of a trial: its ``Seconds``
 _MOST_S = 1e12  # of a stored time
 _SQLITE_WAIT_S = 60.0
-_PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6)  # before a study is created again
 _BEGINNING = b'{"op_code":'  # of a journal
-_DATABASES = (".db", ".sqlite", ".sqlite3")
 
 
 class Evaluations:
-    """The evaluated strategies of a grid: in memory, and as the finished trials of an Optuna study if there is one.
+    """The evaluated strategies of a grid: in memory, or as the finished trials of an Optuna study.
 
     Args:
         grid: Of the strategies.
@@ -61,93 +58,75 @@ class Evaluations:
 
     Attributes:
         done: Seconds by number in the grid; None where a strategy does not fit in memory.
-        shared: Whether other processes evaluate strategies meanwhile.
-        trials: Of the strategies in ``done``, if there is a study.
+        study: Optuna's, if there is one.
     """
 
     def __init__(self, grid: Grid, question: str = "", storage: str | None = None, name: str | None = None) -> None:
         self.done: dict[int, Seconds | None] = {}
-        self.trials: list[optuna.trial.FrozenTrial] = []
-        self.shared = False
-        self._grid, self._place = grid, storage if storage is None or "://" in storage else Path(storage).resolve()
-        if isinstance(self._place, Path) and self._place.suffix in _DATABASES:
-            better = f"write sqlite:///{storage:.200} for a database, or choose another ending for a journal"
-            raise StepsightError(f"a journal must not be named as a database, got {storage!r:.200}: {better}")
-        self._study: optuna.Study | None = None
-        self._seen = self._added = 0  # trials that were read, and those of them that this process added
+        self.study: optuna.Study | None = None
+        self._grid, self._place = grid, storage
+        self._seen = self._own = 0  # trials that were read, and those of them before this search or by it
         if not question:
             return
         with self._usable():
-            self._study, self._storage = _create(self._place, name)
-            known = self._study.user_attrs.get("question")
-            if known is None:
-                self._study.set_user_attr("question", question)
-            elif known != question:
+            self.study, self._storage = _create(storage, name)
+            if self.study.user_attrs.setdefault("question", question) != question:
                 raise StepsightError(
                     f"study {name!r:.80} in {storage} is about another job, space or predictor: choose another name"
                 )
-            self.read()
-            self.shared = False
+            self.study.set_user_attr("question", question)
+        self.read()
+        self._own = self._seen
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes evaluate strategies meanwhile."""
+        return self._seen > self._own
 
     def read(self) -> None:
         """Read what other processes evaluated."""
-        if self._study is None:
+        if self.study is None:
             return
-        from optuna.trial import TrialState
-
         with self._usable():
-            new = self._study.get_trials(deepcopy=False)[self._seen :]
-            for trial in new:
+            for trial in self.study.get_trials(deepcopy=False)[self._seen :]:
+                self._seen += 1
                 index = self._grid.index(trial.params)
-                if trial.state in (TrialState.COMPLETE, TrialState.PRUNED) and index is not None:
-                    if index not in self.done:
-                        self.trials.append(trial)
+                if trial.state.name in ("COMPLETE", "PRUNED") and index is not None:
                     self._note(index, _seconds_of(trial))
-        self._seen += len(new)
-        self.shared = self.shared or len(new) > self._added
-        self._added = 0
 
     def add(self, found: Mapping[int, Choice]) -> None:
         """Add strategies that this process predicted, by number in the grid."""
-        if self._study is None:
-            for index, choice in found.items():
-                self._note(index, choice.seconds if choice.fits else None)
-            return
         self.read()
-        trials = [self._trial(index, choice) for index, choice in found.items() if index not in self.done]
-        with self._usable():
-            self._study.add_trials(trials)
-        self._added = len(trials)
-        self.read()
+        new = {index: choice for index, choice in found.items() if index not in self.done}
+        if self.study is not None:
+            with self._usable():
+                self.study.add_trials([self._trial(index, choice) for index, choice in new.items()])
+            self._own += len(new)
+            self.read()
+        for index, choice in new.items():
+            self._note(index, choice.seconds if choice.fits else None)
 
     def _note(self, strategy: int, seconds: Seconds | None) -> None:
         self.done[strategy] = seconds
         self._grid.remaining[strategy] = False
 
     def _trial(self, index: int, choice: Choice) -> optuna.trial.FrozenTrial:
-        from optuna.trial import FrozenTrial, TrialState
+        from optuna.trial import TrialState, create_trial
 
-        seconds, now = choice.seconds if choice.fits else None, datetime.now()
-        params = self._grid.params(index)
-        trial = FrozenTrial(  # ``create_trial`` looks for distributions of old versions, which takes half of a trial
-            number=-1,
-            trial_id=-1,
+        seconds, params = choice.seconds if choice.fits else None, self._grid.params(index)
+        trial = create_trial(
             state=TrialState.COMPLETE if seconds else TrialState.PRUNED,
             value=seconds[0] if seconds else None,
-            datetime_start=now,
-            datetime_complete=now,
             params=params,
             distributions=self._grid.distributions[params["layout"]],
             user_attrs={_SECONDS: seconds},
-            system_attrs={},
-            intermediate_values={},
         )
         trial.set_constraint("memory", choice.peak_bytes - choice.capacity_bytes)
         return trial
 
     def close(self) -> None:
         """Close the connections to a storage."""
-        if self._study is not None:
+        if self.study is not None:
             self._storage.remove_session()
             if engine := getattr(self._storage, "engine", None):
                 engine.dispose()
@@ -169,24 +148,24 @@ class Evaluations:
             ) from None
 
 
-def _create(place: str | Path | None, name: str | None) -> tuple[optuna.Study, Any]:
+def _create(storage: str | None, name: str | None) -> tuple[optuna.Study, Any]:
     """Create or load a study in a storage; again after a pause if processes create the tables of a database at once."""
     import optuna
     from sqlalchemy.exc import DatabaseError
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    for pause_s in (*_PAUSES_S, None):
+    for pause_s in (0.1, 0.2, 0.4, 0.8, 1.6, math.inf):
         try:
-            storage = open_storage(place)
-            return optuna.create_study(storage=storage, study_name=name, load_if_exists=name is not None), storage
+            place = open_storage(storage)
+            return optuna.create_study(storage=place, study_name=name, load_if_exists=name is not None), place
         except (DatabaseError, optuna.exceptions.StorageInternalError):
-            if pause_s is None:
+            if pause_s == math.inf:
                 raise
             time.sleep(pause_s)
     raise AssertionError
 
 
-def open_storage(place: str | Path | None) -> Any:
+def open_storage(place: str | None) -> Any:
     """Open an Optuna storage: in memory, of a database URL, or of a journal file."""
     from optuna.storages import InMemoryStorage, JournalStorage, RDBStorage
     from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
@@ -194,26 +173,28 @@ def open_storage(place: str | Path | None) -> Any:
 
     if place is None:
         return InMemoryStorage()
-    if isinstance(place, str):
+    if "://" in place:
         sqlite = place.startswith("sqlite")
         if sqlite and (database := make_url(place).database):
             Path(database).parent.mkdir(parents=True, exist_ok=True)
         return RDBStorage(place, engine_kwargs={"connect_args": {"timeout": _SQLITE_WAIT_S}} if sqlite else {})
-    # The path is absolute: a relative one would leave the lock of a killed search pointing to a missing file.
-    text = read_file(place) if place.is_file() else b""
-    if (place.exists() and not place.is_file()) or text[: len(_BEGINNING)] != _BEGINNING[: len(text)]:
-        raise StepsightError(f"a study's journal is a new file or one that a search wrote, got {place}")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    lock = JournalFileSymlinkLock(str(place))
+    journal = Path(place).resolve()  # a relative path would leave the lock of a killed search pointing to no file
+    if journal.suffix in (".db", ".sqlite", ".sqlite3"):
+        better = f"write sqlite:///{place:.200} for a database, or choose another ending for a journal"
+        raise StepsightError(f"a journal must not be named as a database, got {place!r:.200}: {better}")
+    text = read_file(journal) if journal.is_file() else b""
+    if (journal.exists() and not journal.is_file()) or text[: len(_BEGINNING)] != _BEGINNING[: len(text)]:
+        raise StepsightError(f"a study's journal is a new file or one that a search wrote, got {journal}")
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    lock = JournalFileSymlinkLock(str(journal))
     if not text.endswith(b"\n") and text:
         lock.acquire()
         try:  # drop the line that a killed process wrote only partly; no other one is writing
-            with place.open("r+b") as file:
-                written = file.read()
-                file.truncate(written.rfind(b"\n") + 1)
+            with journal.open("r+b") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
         finally:
             lock.release()
-    return JournalStorage(JournalFileBackend(str(place), lock_obj=lock))
+    return JournalStorage(JournalFileBackend(str(journal), lock_obj=lock))
 
 
 def _seconds_of(trial: optuna.trial.FrozenTrial) -> Seconds | None:
@@ -221,13 +202,14 @@ def _seconds_of(trial: optuna.trial.FrozenTrial) -> Seconds | None:
     seconds = trial.user_attrs.get(_SECONDS)
     if seconds is None and trial.value is None:
         return None
-    numbers = isinstance(seconds, list | tuple) and all(isinstance(s, float) and 0 < s < _MOST_S for s in seconds)
-    if not numbers or len(seconds) != 3 or seconds[0] != trial.value or not seconds[1] <= seconds[0] <= seconds[2]:
-        raise StepsightError(
-            f"a finished trial must hold its time and the interval around it, got {seconds!r:.80} and "
-            f"{trial.value!r:.80} in trial {trial.number}: choose another storage"
-        )
-    return seconds[0], seconds[1], seconds[2]
+    with suppress(TypeError, ValueError):
+        time_s, low_s, high_s = seconds
+        if time_s == trial.value and 0 < low_s <= time_s <= high_s < _MOST_S:
+            return time_s, low_s, high_s
+    raise StepsightError(
+        f"a finished trial must hold its time and the interval around it, got {seconds!r:.80} and "
+        f"{trial.value!r:.80} in trial {trial.number}: choose another storage"
+    )
 
 
 class LegalStrategies:

@@ -41,12 +41,6 @@ def median_seconds(call: Callable[[], object], repeats: int = 30) -> float:
     return statistics.median(times)
 
 
-def time_and_fit(job: Job, predictor: Predictor | None) -> tuple[float, bool]:
-    """The two values that a search needs: the time, and whether it fits."""
-    prediction = predict(job, predictor)
-    return prediction.iteration_time_s, prediction.memory.fits
-
-
 def warm_up(job: Job) -> None:
     """Wait until the loops over arrays are compiled."""
     for micro_batches in (96, 192, 384):
@@ -88,14 +82,16 @@ def rates(job: Job) -> Row:
 
 def bench(predictor: Predictor | None = None) -> Row:
     """Measure all figures, in the form of ``bench.json``."""
-    large = Job.from_file(EXAMPLES / f"{JOB}.toml")
-    warm_up(large)
-    found = rates(large)
-    predict_ms = {}
-    for path in sorted(EXAMPLES.glob("*.toml")):
-        job = Job.from_file(path)
+    jobs = {path.stem: Job.from_file(path) for path in sorted(EXAMPLES.glob("*.toml"))}
+
+    def ask(job: Job) -> tuple[float, bool]:  # the two values that a search needs
         learned = predictor if predictor is not None and predictor.hardware.name == job.cluster.hardware else None
-        predict_ms[path.stem] = 1e3 * median_seconds(partial(time_and_fit, job, learned))
+        prediction = predict(job, learned)
+        return prediction.iteration_time_s, prediction.memory.fits
+
+    warm_up(jobs[JOB])
+    found = rates(jobs[JOB])
+    predict_ms = {name: 1e3 * median_seconds(partial(ask, job)) for name, job in jobs.items()}
     code = "import time; t = time.perf_counter(); import stepsight; print(time.perf_counter() - t)"
     imports = [subprocess.run([sys.executable, "-c", code], capture_output=True, check=True) for _ in range(7)]
     import_s = statistics.median(float(run.stdout) for run in imports)
@@ -124,12 +120,8 @@ def run(options: argparse.Namespace) -> tuple[Row, str]:
     return figures, bench_text(figures)
 
 
-STUDY = Study(
-    "bench",
-    __doc__ or "",
-    run,
-    {
-        "--out": {"type": Path, "default": Path("bench.json"), "help": "file of the figures"},
-        "--predictor": {"type": Path, "help": "a trained predictor for the jobs of its hardware"},
-    },
-)
+OPTIONS = {
+    "--out": {"type": Path, "default": Path("bench.json"), "help": "file of the figures"},
+    "--predictor": {"type": Path, "help": "a trained predictor for the jobs of its hardware"},
+}
+STUDY = Study("bench", __doc__ or "", run, OPTIONS)

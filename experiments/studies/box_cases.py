@@ -18,6 +18,7 @@ from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, Pa
 from stepsight.dataset.job.specs import Straggler
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_manifest import HARDWARE, Box, read_box
+from stepsight.experiments.studies.study import cases
 from stepsight.experiments.tasks.collecting import run_plan
 from stepsight.training.measured.planning import SleepingLatency, box_plan
 
@@ -28,12 +29,7 @@ PROFILE, JUDGE = "profile", "judge"
 ROUNDS = {"judge": 3, "train": 2}
 COUNTS = {"steps": 1, "warmup": 1, "profile_steps": 0}
 EVENT_SECONDS = 30.0
-_SHARED = {"hidden": 256, "heads": 16, "vocab": 2048}
-MODELS = {
-    "bert": ModelSpec(family="bert", layers=4, seq_len=128, **_SHARED),  # type: ignore[arg-type]
-    "gpt2": ModelSpec(family="gpt", layers=8, seq_len=64, **_SHARED),  # type: ignore[arg-type]
-    "t5": ModelSpec(family="t5", layers=2, seq_len=64, encoder_layers=2, encoder_seq_len=128, **_SHARED),  # type: ignore[arg-type]
-}
+MODELS = {name: ModelSpec(**sizes) for name, sizes in cases("box")["models"].items()}
 
 
 @dataclass(frozen=True)
@@ -96,75 +92,48 @@ def parallel_specs(spec: ModelSpec, ranks: int) -> Iterator[ParallelSpec]:
             yield ParallelSpec(tp=tp, pp=pp, dp=ranks // (tp * pp))
 
 
-def _flat(ranks: int) -> Box:
-    return Box(ranks, 1, (float(RATE),) * ranks)
-
-
 def box_cases() -> list[BoxCase]:
-    """Every case, the smallest ranks first."""
-    gpt, bert, base, pair = MODELS["gpt2"], MODELS["bert"], ParallelSpec, read_box("2x2@100mbit")
-    cases = [  # all strategies on nodes of one rank
-        case(model, spec, _flat(ranks), parallel)
+    """Every case, the smallest ranks first: all strategies on nodes of one rank, and the runs of ``cases.toml``."""
+    found = [
+        case(model, spec, read_box(f"{ranks}x1@{RATE}mbit"), parallel)
         for model, spec in MODELS.items()
         for ranks in SIZES
         for parallel in parallel_specs(spec, ranks)
     ]
-    # More training runs: FSDP2, pipelines of both runtimes, two ranks on a node.
-    cases += [case("bert", bert, _flat(4), p) for p in (base(dp=4, zero_stage=3), base(dp=4, bucket_mbytes=2.0))]
-    cases += [case("gpt2", gpt, _flat(4), p) for p in (base(pp=4, schedule="gpipe"), base(pp=4, virtual_stages=2))]
-    cases += [case("gpt2", gpt, pair, p) for p in (base(tp=2, dp=2), base(tp=2, pp=2))]
-    # Schedules, micro-batch counts, gradient buckets, FSDP2.
-    cases += [
-        case("gpt2", gpt, _flat(8), base(pp=8), batches=10),
-        case("gpt2", gpt, _flat(8), base(pp=4), batches=5),
-        case("gpt2", gpt, _flat(8), base(pp=8, schedule="zb-h1"), batches=8),
-        case("gpt2", gpt, _flat(8), base(pp=4, virtual_stages=2, schedule="interleaved-zb"), batches=8),
-        case("gpt2", replace(gpt, layers=16), _flat(16), base(pp=16), suffix="16-layers"),
-        case("bert", bert, _flat(8), base(zero_stage=3)),
-    ]
-    for ranks in (8, 16):
-        pipelines = base(pp=ranks // 2, schedule="gpipe"), base(pp=4, virtual_stages=2)
-        cases += [case("gpt2", gpt, _flat(ranks), p) for p in pipelines]
-        cases += [case("bert", bert, _flat(ranks), p) for p in (base(bucket_mbytes=2.0), base(tp=2, bucket_mbytes=6.0))]
-    # Nodes of several ranks, and faster links, so that communication matters less or not at all.
-    for text in ("8x2@100mbit", "4x4@200mbit"):
-        parallels = base(tp=2), base(tp=2, pp=4), base(tp=4, pp=4), base(pp=8)
-        cases += [case("gpt2", gpt, read_box(text), p) for p in parallels]
-    for text in ("8x1@200mbit", "8x1@800mbit"):
-        parallels = base(), base(tp=8), base(zero_stage=3), base(tp=2, pp=4)
-        cases += [case("bert", bert, read_box(text), p) for p in parallels]
-    # One slow link, and one slow rank.
-    link = Box(8, 1, (RATE, RATE, RATE, RATE / 4, RATE, RATE, RATE, RATE))
-    cases += [case("bert", bert, link, p) for p in (base(dp=8), base(tp=2, pp=4), base(pp=4))]
-    for p in (base(dp=8), base(pp=4), base(tp=2, pp=2)):
-        plain = case("bert", bert, _flat(8), p, suffix="slow-rank")
-        cluster = replace(plain.job.cluster, stragglers=(Straggler(rank=3, slowdown=1.5),))
-        cases.append(replace(plain, job=replace(plain.job, cluster=cluster)))
-    by_name = {found.name: found for found in cases}
-    return sorted(by_name.values(), key=lambda found: (found.job.cluster.num_devices, found.box.name, found.name))
+    for row in cases("box")["runs"]:
+        box = read_box(row["box"])
+        if "mbits_per_s" in row:  # of each node's link
+            box = replace(box, mbits_per_s=tuple(map(float, row["mbits_per_s"])))
+        spec = replace(MODELS[row["model"]], **row.get("sizes", {}))
+        named = row.get("batches", 0), row.get("suffix", "")
+        for one in (case(row["model"], spec, box, ParallelSpec(**way), *named) for way in row["ways"]):
+            stragglers = tuple(Straggler(**each) for each in row.get("stragglers", ()))
+            job = replace(one.job, cluster=replace(one.job.cluster, stragglers=stragglers)) if stragglers else one.job
+            found.append(replace(one, job=job))
+    by_name = {one.name: one for one in found}
+    return sorted(by_name.values(), key=lambda one: (one.job.cluster.num_devices, one.box.name, one.name))
 
 
 def profiled_boxes() -> list[Box]:
     """Boxes in which collectives are measured alone."""
-    return [read_box(text) for text in ("2x1@100mbit", "3x1@100mbit", "4x1@100mbit", "2x2@100mbit", "4x1@400mbit")]
-
-
-SIZES_PROFILED = (64, 1024, 16384, 65536, 131072, 2**19, 2**21)  # bytes
-MESSAGES_PROFILED = (256, 16384, 65536, 131072, 262144, 2**20)
+    return [read_box(text) for text in cases("box")["profiled"]]
 
 
 def collectives_of(box: Box) -> list[Collective]:
     """Measurements of a box's collectives."""
-    ranks, near = box.num_ranks, box.ranks_per_node
+    ranks, near, bytes_of = box.num_ranks, box.ranks_per_node, cases("box")["bytes"]
     layouts = sorted({(ranks, near), (box.nodes, 1), (near, near)})
     kinds = ("all_reduce", "all_gather", "reduce_scatter")
     found = [
-        Collective(kind, size, of, here) for of, here in layouts if of > 1 for kind in kinds for size in SIZES_PROFILED
+        Collective(kind, size, *layout)
+        for layout in layouts
+        if layout[0] > 1
+        for kind in kinds
+        for size in bytes_of["collectives"]
     ]
-    found += [Collective("send_recv", size, 2, 1) for size in MESSAGES_PROFILED]
-    if near > 1:
-        found += [Collective("send_recv", size, 2, 2) for size in MESSAGES_PROFILED]
-    return found
+    return found + [
+        Collective("send_recv", n, 2, here) for here in (1, 2) if here <= near for n in bytes_of["messages"]
+    ]
 
 
 def sleeping(box: Box) -> SleepingLatency:

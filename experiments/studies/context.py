@@ -27,7 +27,7 @@ from stepsight.dataset.hardware.hardware import find_fabric, roofline_seconds, u
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.experiments.reports.text_table import table_of
-from stepsight.experiments.studies.study import Row, Study
+from stepsight.experiments.studies.study import Options, Row, Study
 from stepsight.features.graph_features import (
     NUMBERS,
     RELATIONS,
@@ -234,13 +234,10 @@ class _Errors:
 
 
 def judge(task: Task, seeds: int, folds: int, teach: int = 0) -> Row:
-    """Train and judge all models.
-
-    Returns:
-        ``task``, ``about``, ``runs``, ``groups`` and ``rows``, one for each model: mean errors of ops and iterations in
-        percent (None where nothing of the kind judges), ``score`` (in parts of the errors of the regressors alone, mean
-        over groups; ``seed_error``: its standard error over seeds), ``behind`` (score minus that of ``reference``;
-        ``behind_error``: over groups), and CPU time of training and of the first answer for a segment.
+    """Train and judge all models: for each, mean errors of ops and iterations in percent (None where nothing of the
+    kind judges), ``score`` (in parts of the errors of the regressors alone, mean over groups; ``seed_error``: its
+    standard error over seeds), ``behind`` (score minus that of ``reference``; ``behind_error``: over groups), and CPU
+    time of training and of the first answer for a segment.
     """
     place = {name: place for place, name in enumerate(task.groups)}
     errors: dict[str, _Errors] = {}
@@ -283,22 +280,20 @@ def _outcome(task: Task, errors: Mapping[str, _Errors]) -> Row:
     by_group = {
         model: np.array([np.nanmean(own[:, groups == group]) for group in judged]) for model, own in scores.items()
     }
-    rows = []
-    for model, own in errors.items():
-        behind = by_group[model] - by_group[AUTO]
-        rows.append(
-            {
-                "model": model,
-                "op_percent": _percent(own.ops),
-                "iteration_percent": _percent(own.iterations),
-                "score": float(np.nanmean(scores[model])),
-                "seed_error": standard_error(np.nanmean(scores[model], axis=1)),
-                "behind": float(behind.mean()),
-                "behind_error": standard_error(behind),
-                "fit_s": float(np.mean(own.fit_s)),
-                "answer_s": float(np.median(own.answer_s or [0.0])),
-            }
-        )
+    rows = [
+        {
+            "model": model,
+            "op_percent": _percent(own.ops),
+            "iteration_percent": _percent(own.iterations),
+            "score": float(np.nanmean(scores[model])),
+            "seed_error": standard_error(np.nanmean(scores[model], axis=1)),
+            "behind": float((by_group[model] - by_group[AUTO]).mean()),
+            "behind_error": standard_error(by_group[model] - by_group[AUTO]),
+            "fit_s": float(np.mean(own.fit_s)),
+            "answer_s": float(np.median(own.answer_s or [0.0])),
+        }
+        for model, own in errors.items()
+    ]
     told = {"task": task.name, "about": task.about, "runs": len(task.groups), "groups": len(judged)}
     return {**told, "reference": AUTO, "rows": rows}
 
@@ -334,15 +329,11 @@ def run(options: argparse.Namespace) -> tuple[Any, str]:
     return outcomes, "\n\n".join(map(outcome_text, outcomes))
 
 
-STUDY = Study(
-    "context",
-    __doc__ or "",
-    run,
-    {
-        "--data": {"type": Path, "default": Path("runs/context"), "help": "folder with a folder for each task"},
-        "--task": {"choices": list(TASKS), "action": "append", "help": "a task alone (repeatable)"},
-        "--seeds": {"type": int, "default": 3, "help": "splits and trainings"},
-        "--teach": {"type": int, "default": 0, "help": "groups that teach, drawn at random; 0: all but a part"},
-        "--folds": {"type": int, "default": 5, "help": "parts of the groups that are held out in turn"},
-    },
-)
+OPTIONS: Options = {
+    "--data": {"type": Path, "default": Path("runs/context"), "help": "folder with a folder for each task"},
+    "--task": {"choices": list(TASKS), "action": "append", "help": "a task alone (repeatable)"},
+    "--seeds": {"type": int, "default": 3, "help": "splits and trainings"},
+    "--teach": {"type": int, "default": 0, "help": "groups that teach, drawn at random; 0: all but a part"},
+    "--folds": {"type": int, "default": 5, "help": "parts of the groups that are held out in turn"},
+}
+STUDY = Study("context", __doc__ or "", run, OPTIONS)

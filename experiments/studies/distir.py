@@ -1,7 +1,8 @@
-"""DistIR's experiment: GPT-2 over data x tensor x pipeline parallelism, and predicted against measured 2-rank programs.
+"""GPT-2 inference over data x tensor x pipeline parallelism x micro-batches, or 12 programs measured on 2 ranks.
 
-The models are exported without weights.  For the measurement two ranks of gloo run what the predicted programs
-hold: kernels by the harness's calls, collectives and messages at once, waiting where the programs wait.
+The experiment of DistIR.  The models are exported without weights.  For the measurement two ranks of gloo run what the
+predicted programs hold: kernels by the harness's calls, collectives and messages at once, waiting where the programs
+wait.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tensors.program import TensorProgram
 from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.search.model_grid import model_grid
-from stepsight.experiments.studies.study import Row, Study, cases, figures_text
+from stepsight.experiments.studies.study import Options, Row, Study, cases, figures_text
 from stepsight.training.fitting.train_runs import spearman
 from stepsight.training.prediction.captured_prediction import predict_captured
 from stepsight.training.predictor.predictor import Predictor
@@ -42,7 +43,8 @@ def write_model(path: Path, sizes: Mapping[str, int]) -> None:
     import torch
     from torch import nn
 
-    width, num_layers, shape = sizes["hidden"], sizes["layers"], [sizes[name] for name in _SHAPE if name in sizes]
+    width, num_layers = sizes["hidden"], sizes["layers"]
+    shape = [sizes[name] for name in ("batch", "seq_len", "hidden") if name in sizes]
 
     def encoder(norm: nn.Module | None = None) -> nn.Module:
         layer = nn.TransformerEncoderLayer(
@@ -68,9 +70,6 @@ def write_model(path: Path, sizes: Mapping[str, int]) -> None:
             model = nn.Sequential(*(each for ins, outs in pairs for each in (nn.Linear(ins, outs), nn.ReLU())))
         given = torch.zeros(shape[:2], dtype=torch.long) if "vocab" in sizes else torch.zeros(shape)
         torch.export.save(torch.export.export(model, (given,)), path)
-
-
-_SHAPE = ("batch", "seq_len", "hidden")
 
 
 def _step(program: Program, rank: int, pool: Any) -> Callable[[], None]:
@@ -182,17 +181,9 @@ def run(options: argparse.Namespace) -> tuple[Row, str]:
     return facts, f"{grid}\n{len(grid.placements)} placements in {seconds:.1f} s"
 
 
-STUDY = Study(
-    "distir",
-    "GPT-2 inference over data x tensor x pipeline parallelism x micro-batches, or 12 programs measured on 2 ranks",
-    run,
-    {
-        "--hardware": {"default": "a100-sxm-80gb"},
-        "--devices": {"type": int, "default": 16},
-        "--measure": {
-            "type": Path,
-            "metavar": "PREDICTOR",
-            "help": "a predictor for this CPU: measure instead",
-        },
-    },
-)
+OPTIONS: Options = {
+    "--hardware": {"default": "a100-sxm-80gb"},
+    "--devices": {"type": int, "default": 16},
+    "--measure": {"type": Path, "metavar": "PREDICTOR", "help": "a predictor for this CPU: measure instead"},
+}
+STUDY = Study("distir", __doc__ or "", run, OPTIONS)

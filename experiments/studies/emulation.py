@@ -1,6 +1,7 @@
-"""Emulated ranks against closed forms: the sweep of NeuronaBox's Figure 4, on layers that sleep.
+"""Emulate rank 0 of 256 of a script whose layers sleep, over the time of its communication, and compare with closed
+forms, on a virtual and on a real clock. Times mean something on a machine that does nothing else.
 
-The step of rank 0 of 256 over the time of its communication is flat while computation hides it, and then has slope 1.
+The sweep of NeuronaBox's Figure 4: the step is flat while computation hides communication, and then has slope 1.
 """
 
 from __future__ import annotations
@@ -57,11 +58,9 @@ def fsdp2_seconds(forward_s: float, backward_s: float, collective_s: float) -> f
 
 
 def knee(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The communication from which it is exposed, from the sweep alone.
-
-    Returns:
-        ``flat_s`` (the step without communication), ``slope`` (of the last two rows) and ``knee_s``: the communication
-        at which the line through the last row with that slope meets the flat one.
+    """The communication from which it is exposed, from the sweep alone: ``flat_s`` (the step without communication),
+    ``slope`` (of the last two rows) and ``knee_s``, at which the line through the last row with that slope meets the
+    flat one.
     """
     flat, (before, last) = rows[0]["step_s"], rows[-2:]
     slope = (last["step_s"] - before["step_s"]) / (last["communication_s"] - before["communication_s"])
@@ -102,10 +101,5 @@ def run(options: argparse.Namespace) -> tuple[Any, str]:
     return figures, "\n\n".join(texts)
 
 
-STUDY = Study(
-    "emulate",
-    "Emulate rank 0 of 256 of a script whose layers sleep, over the time of its communication, and compare with closed "
-    "forms, on a virtual and on a real clock. Times mean something on a machine that does nothing else.",
-    run,
-    {"--only": {"choices": PARTS, "action": "append", "help": "a part alone (repeatable)"}},
-)
+OPTIONS = {"--only": {"choices": PARTS, "action": "append", "help": "a part alone (repeatable)"}}
+STUDY = Study("emulate", __doc__ or "", run, OPTIONS)

@@ -1,6 +1,10 @@
-"""A predictor from a few minutes of measurements on one GPU or CPU core, judged on held-out runs.
+"""Learn a predictor from ten minutes of measurements on one GPU, and judge it on held-out measurements. Ops and
+training steps are measured in bf16, or small ones in fp32 on a CPU's core. Held out are shapes of ops, training
+steps, peak memory and single ranks of large jobs.
 
-The study goes from plans to figures: measure, train, judge.  Everything is in one folder; ``plans`` describes it.
+A study that was killed resumes. For a GPU elsewhere: write plans with --plan-only --device cuda, run
+`python -m harness collections/ops/plan.json --out collections/ops` in --out there (likewise eager and compiled),
+bring the folder back, and go on without --plan-only.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from stepsight.experiments.evaluation.table_errors import judge_collection
 from stepsight.experiments.reports.plots import plot_predicted_against_measured
 from stepsight.experiments.reports.text_table import Column, Number, table_of
 from stepsight.experiments.studies.one_gpu_plans import CPU, OPS, VARIANTS, make_study
-from stepsight.experiments.studies.study import Row, Study, cases
+from stepsight.experiments.studies.study import Options, Row, Study, cases
 from stepsight.experiments.tasks.collecting import num_gpus, read_plan, run_plan
 from stepsight.simulator.memory import estimate_memory
 from stepsight.training.fitting.own_table import family_figures
@@ -69,48 +73,42 @@ def run_study(out: Path, **planned: Any) -> Row:
     """Measure what is missing, train, judge; the figures, with ``text``; ``planned``: as of ``write_plans``."""
     check_writable(out)
     out.mkdir(parents=True, exist_ok=True)
-    with locked(out / ".lock") as ours:
-        if not ours:
-            raise CollectError(f"another study is writing to {out}: wait for its end, or choose another folder")
-        return _run(out, planned)
-
-
-def _run(out: Path, planned: Row) -> Row:
-    started = time.monotonic()
+    started, figures = time.monotonic(), Row(variants={}, notes=[])
 
     def say(text: str) -> None:
         print(f"[{time.monotonic() - started:4.0f} s] {text}", file=sys.stderr, flush=True)
 
-    if not (out / COLLECTIONS).exists():
-        say("planning\n" + write_plans(out, **planned))
-    folders = {name: out / COLLECTIONS / name for name in (OPS, *VARIANTS)}
-    folders = {name: folder for name, folder in folders.items() if (folder / "plan.json").exists()}
-    if not {OPS, "eager"} <= set(folders):
-        raise CollectError(f"a study needs collections {OPS} and eager, got {', '.join(folders) or 'none'}")
-    figures: Row = {"variants": {}, "notes": []}
-    for name, folder in folders.items():
-        plan = read_plan(folder / "plan.json")
-        say(f"{name}: {counts_of(plan)}")
-        if plan["device"] == "cpu" or num_gpus():  # what was brought here without its device is taken as it is
-            run_plan(plan, folder)
-        if lacking := read_collection(folder).missing:
-            figures["notes"].append(f"{name}: not measured: {', '.join(lacking)}")
-    for name, folder in folders.items():
-        if name != OPS and read_collection(folder).runs:
+    with locked(out / ".lock") as ours:
+        if not ours:
+            raise CollectError(f"another study is writing to {out}: wait for its end, or choose another folder")
+        if not (out / COLLECTIONS).exists():
+            say("planning\n" + write_plans(out, **planned))
+        folders = {name: out / COLLECTIONS / name for name in (OPS, *VARIANTS)}
+        folders = {name: folder for name, folder in folders.items() if (folder / "plan.json").exists()}
+        if not {OPS, "eager"} <= set(folders):
+            raise CollectError(f"a study needs collections {OPS} and eager, got {', '.join(folders) or 'none'}")
+        for name, folder in folders.items():
+            plan = read_plan(folder / "plan.json")
+            say(f"{name}: {counts_of(plan)}")
+            if plan["device"] == "cpu" or num_gpus():  # what was brought here without its device is taken as it is
+                run_plan(plan, folder)
+            if lacking := read_collection(folder).missing:
+                figures["notes"].append(f"{name}: not measured: {', '.join(lacking)}")
+        for name in (name for name, folder in folders.items() if name != OPS and read_collection(folder).runs):
             say(f"{name}: learning from training runs and ops")
-            figures["variants"][name] = _variant(out, name, folders[OPS], folder)
-    if not figures["variants"]:
-        raise CollectError(
-            f"a study needs runs, got none in {out / COLLECTIONS}: there is no GPU here; measure where there is "
-            f"one ({_HARNESS}, for {', '.join(folders)}), and bring the folder back"
-        )
-    figures["seconds"] = time.monotonic() - started
-    made = [f"{name}: {out / f'predictor-{name}'}" for name in figures["variants"]]
-    figures["text"] = "\n".join([study_text(figures), *made])
-    if rows := [row for of in figures["variants"].values() if of["steps"] for row in of["steps"]["runs"]]:
-        plot_predicted_against_measured(rows, out / "predicted_vs_measured.png", "held-out training steps")
-    write_text(out / "summary.txt", figures["text"] + "\n")
-    write_json(out / "summary.json", figures)
+            figures["variants"][name] = _variant(out, name, folders[OPS], folders[name])
+        if not figures["variants"]:
+            raise CollectError(
+                f"a study needs runs, got none in {out / COLLECTIONS}: there is no GPU here; measure where there is "
+                f"one ({_HARNESS}, for {', '.join(folders)}), and bring the folder back"
+            )
+        figures["seconds"] = time.monotonic() - started
+        made = [f"{name}: {out / f'predictor-{name}'}" for name in figures["variants"]]
+        figures["text"] = "\n".join([study_text(figures), *made])
+        if rows := [row for of in figures["variants"].values() if of["steps"] for row in of["steps"]["runs"]]:
+            plot_predicted_against_measured(rows, out / "predicted_vs_measured.png", "held-out training steps")
+        write_text(out / "summary.txt", figures["text"] + "\n")
+        write_json(out / "summary.json", figures)
     return figures
 
 
@@ -193,11 +191,10 @@ def _run_rows(predictor: Predictor, collection: Collection) -> Row:
             estimate = estimate_memory(run.job, endless).stages[0].tensors
             sizes = {"measured_bytes": float(max(run.peak_memory_bytes)), "predicted_bytes": estimate}
             memory.append({"run": run.name, "role": run.role, **sizes})
-    training = [row for row in memory if row["role"] == "train"]
-    smallest = min(training, key=lambda row: row["predicted_bytes"], default=None)
-    libraries = max(0.0, smallest["measured_bytes"] - smallest["predicted_bytes"]) if smallest else 0.0
+    training = [(row["predicted_bytes"], row["measured_bytes"]) for row in memory if row["role"] == "train"]
+    predicted, measured = min(training, default=(0.0, 0.0))
     for row in memory:
-        row["predicted_bytes"] += libraries
+        row["predicted_bytes"] += max(0.0, measured - predicted)
         row["error_percent"] = 100 * (row["predicted_bytes"] / row["measured_bytes"] - 1)
     return {"memory": memory, "stand_ins": stand_ins}
 
@@ -237,22 +234,11 @@ def run(options: argparse.Namespace) -> tuple[Any, str]:
     return figures, figures.pop("text")
 
 
-STUDY = Study(
-    "one-gpu",
-    "Learn a predictor from ten minutes of measurements on one GPU, and judge it on held-out measurements. Ops and "
-    "training steps are measured in bf16, or small ones in fp32 on a CPU's core. Held out are shapes of ops, training "
-    "steps, peak memory and single ranks of large jobs. "
-    "A study that was killed resumes. For a GPU elsewhere: write plans with --plan-only --device cuda, run "
-    "`python -m harness collections/ops/plan.json --out collections/ops` in --out there (likewise eager and compiled), "
-    "bring the folder back, and go on without --plan-only.",
-    run,
-    {
-        "--out": {"type": Path, "default": Path("runs/one-gpu"), "help": "folder of everything; resumed"},
-        "--plan-only": {"action": "store_true", "help": "write DIR/collections/*/plan.json and stop"},
-        "--device": {"choices": ("auto", "cpu", "cuda"), "default": "auto", "help": "of new plans"},
-        "--hardware": {
-            "default": "", "metavar": "NAME", "help": "GPU that new plans are for, as jobs call it; h200-sxm-141gb"
-        },
-        "--minutes": {"type": float, "help": "of measuring, for new plans: 10 on a GPU, 3 on a CPU"},
-    },
-)  # fmt: skip
+OPTIONS: Options = {
+    "--out": {"type": Path, "default": Path("runs/one-gpu"), "help": "folder of everything; resumed"},
+    "--plan-only": {"action": "store_true", "help": "write DIR/collections/*/plan.json and stop"},
+    "--device": {"choices": ("auto", "cpu", "cuda"), "default": "auto", "help": "of new plans"},
+    "--hardware": {"default": "", "metavar": "NAME", "help": "GPU of new plans, as jobs call it; h200-sxm-141gb"},
+    "--minutes": {"type": float, "help": "of measuring, for new plans: 10 on a GPU, 3 on a CPU"},
+}
+STUDY = Study("one-gpu", __doc__ or "", run, OPTIONS)

@@ -13,7 +13,7 @@ import random
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepsight.dataset.base.errors import CollectError, JobError
 from stepsight.dataset.hardware.hardware import Hardware, find_hardware, roofline_seconds, usual_fabric
@@ -45,29 +45,24 @@ class StepCase:
 
 
 def step_cases(device: str, hardware: str) -> list[StepCase]:
-    """Runs of a device: ``cuda`` in pure bf16 on some hardware, or ``cpu`` in fp32 (``local-cpu``), on one rank."""
-    runs, found = cases("one-gpu")[device], []
-    for role in ("train", "heldout"):
-        for *sizes, words in runs[role]:
-            job = _job(device, hardware, sizes, {"recompute": "full"} if "recompute" in words else {})
-            found.append(StepCase(job, role, "compiled" in words and device == "cuda"))
-    return found
-
-
-def stand_ins(device: str, hardware: str) -> list[StepCase]:
-    """Single ranks of jobs that are larger than this machine."""
-    return [
-        StepCase(_job(device, hardware, sizes, parallel, nodes), STAND_IN, rank=rank)
-        for sizes, parallel, nodes, rank in cases("one-gpu")[device]["stand_ins"]
-    ]
-
-
-def _job(device: str, hardware: str, sizes: Any, parallel: dict[str, Any], nodes: int = 1) -> Job:
+    """Runs of a device: ``cuda`` in pure bf16 on some hardware, or ``cpu`` in fp32 (``local-cpu``), on one rank; and
+    single ranks of jobs that are larger than this machine.
+    """
+    runs = cases("one-gpu")[device]
     fabric = usual_fabric(hardware) if find_hardware(hardware) is not None else ASSUMED_FABRIC
-    precision = "pure-bf16" if device == "cuda" else "fp32"
-    *model, micro_batch, number = sizes
-    cluster = {"hardware": hardware, "fabric": fabric, "nodes": nodes, "precision": precision}
-    return sized_job(model, parallel, (micro_batch, number), **cluster)
+    shared = {"hardware": hardware, "fabric": fabric, "precision": "pure-bf16" if device == "cuda" else "fp32"}
+
+    def job(sizes: Any, parallel: dict[str, Any], nodes: int = 1) -> Job:
+        *model, micro_batch, number = sizes
+        return sized_job(model, parallel, (micro_batch, number), nodes=nodes, **shared)
+
+    found = [
+        StepCase(job(sizes, {"recompute": "full"} if "recompute" in words else {}), role, "compiled" in words)
+        for role in ("train", "heldout")
+        for *sizes, words in runs[role]
+    ]
+    large = [StepCase(job(*of), STAND_IN, rank=rank) for *of, rank in runs["stand_ins"]]
+    return [replace(case, compiled=case.compiled and device == "cuda") for case in found] + large
 
 
 VARIANTS = ("eager", "compiled")
@@ -80,11 +75,9 @@ SEED = 0
 MOST_MINUTES = 240.0
 
 
-@dataclass(frozen=True)
-class Study:
+class Study(NamedTuple):
     """What to measure."""
 
-    device: str  # cuda or cpu
     plans: dict[str, dict[str, Any]]  # for the harness, by the name of their collection
     seconds: dict[str, float]  # that each is thought to take
 
@@ -123,7 +116,7 @@ def make_study(device: str, hardware: str, minutes: float) -> Study:
         ops_s = compiled_s if name == "compiled" else each * sum(map(len, ops))
         plans[name] = _plan(device, name, chosen.get(name, []), ops, ops_s)
         seconds[name] = fixed.get(name, costs["launch"]) + ops_s
-    return Study(device, plans, seconds)
+    return Study(plans, seconds)
 
 
 def facts(device: str, hardware: str) -> Hardware:
@@ -140,12 +133,13 @@ def _chosen(device: str, hardware: str, variant: str, part: float) -> list[StepC
     """
     found = [case for case in step_cases(device, hardware) if variant == "eager" or case.compiled]
     places: list[tuple[float, str, StepCase]] = []
+    found = [case for case in step_cases(device, hardware) if variant == "eager" or case.compiled]
     for role, fewest in (("train", FEWEST_TRAIN), ("heldout", FEWEST_HELDOUT)):
         own = [case for case in found if case.role == role]
         own = own[: max(fewest, round(part * len(own)))]
         places += [((index + (role == "heldout") / 2) / len(own), role, case) for index, case in enumerate(own)]
     kept = [case for _, _, case in sorted(places, key=lambda place: place[:2])]
-    return kept + (stand_ins(device, hardware) if variant == "eager" else [])
+    return kept + [case for case in found if case.role == STAND_IN]
 
 
 def _counts(device: str, case: StepCase) -> dict[str, Any]:
@@ -170,10 +164,9 @@ def _runs_s(chosen: Sequence[StepCase], hardware: Hardware, costs: Mapping[str, 
 
 def _asked(chosen: Sequence[StepCase], hardware: Hardware) -> tuple[list[Op], list[Op]]:
     """Ops of the training runs, and of the held-out ones."""
-    train, heldout = (
-        sorted({op for case in chosen if case.role == role for op in signatures(case.job, hardware)[0]}, key=str)
-        for role in ("train", "heldout")
-    )
+    signed = [(case.role, signatures(case.job, hardware)[0]) for case in chosen if case.role != STAND_IN]
+    roles = ("train", "heldout")
+    train, heldout = (sorted({op for own, ops in signed if own == role for op in ops}, key=str) for role in roles)
     return train, heldout
 
 

@@ -1,6 +1,7 @@
-"""Train on boxes of at most four ranks, and compare predictions of eight and sixteen with measured runs.
+"""Train on real runs of at most 4 ranks, predict held-out runs of 8 and 16, run them, and compare. All run in boxes, in
+which sleeping replaces computation: real processes, schedules and messages on limited links (needs root and iproute2).
+The study takes about two hours on an otherwise idle machine; a study that was stopped goes on.
 
-Boxes are clusters in which sleeping replaces computation: real processes, schedules and messages on limited links.
 Compared are iterations, the activity of every rank, and begin and end of every pass of a micro-batch.  Three baselines
 predict the same runs: a roofline with latency and bandwidth of the links, ideal arithmetic, and a closed formula.
 """
@@ -27,13 +28,8 @@ from stepsight.experiments.evaluation.baselines import closed_form
 from stepsight.experiments.evaluation.error_metrics import regret
 from stepsight.experiments.reports.plots import plot_predicted_against_measured
 from stepsight.experiments.reports.text_table import table_of
-from stepsight.experiments.studies.box_cases import (
-    BoxCase,
-    box_cases,
-    measure_cases,
-    training_folders,
-)
-from stepsight.experiments.studies.study import Row, Study, figures_text
+from stepsight.experiments.studies.box_cases import BoxCase, box_cases, measure_cases, training_folders
+from stepsight.experiments.studies.study import Options, Row, Study, figures_text
 from stepsight.simulator.durations.latency_model import Seconds
 from stepsight.simulator.iteration.simulate import Simulation, simulate
 from stepsight.simulator.schedules import KIND_NAMES
@@ -263,15 +259,9 @@ def run(options: argparse.Namespace) -> tuple[Any, str]:
     return {"box": figures}, box_text(figures)
 
 
-STUDY = Study(
-    "small-to-large",
-    "Train on real runs of at most 4 ranks, predict held-out runs of 8 and 16, run them, and compare. All run in boxes "
-    "in which sleeping replaces computation (needs root and iproute2). The study takes about two hours on an otherwise "
-    "idle machine; a study that was stopped goes on.",
-    run,
-    {
-        "--out": {"type": Path, "default": Path("runs/small-to-large"), "help": "folder of everything; resumed"},
-        "--only": {"default": "*", "metavar": "GLOB", "help": "names of the runs: box/gpt2/2M2P4D, box/*"},
-        "--list": {"action": "store_true", "help": "print the names of the runs"},
-    },
-)
+OPTIONS: Options = {
+    "--out": {"type": Path, "default": Path("runs/small-to-large"), "help": "folder of everything; resumed"},
+    "--only": {"default": "*", "metavar": "GLOB", "help": "names of the runs: box/gpt2/2M2P4D, box/*"},
+    "--list": {"action": "store_true", "help": "print the names of the runs"},
+}
+STUDY = Study("small-to-large", __doc__ or "", run, OPTIONS)

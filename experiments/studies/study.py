@@ -17,6 +17,7 @@ from typing import Any
 from stepsight.dataset.base.errors import StepsightError
 
 Row = dict[str, Any]
+Options = Mapping[str, Mapping[str, Any]]  # by flag: keywords that ``argparse`` takes
 
 
 def cases(study: str) -> Row:
@@ -40,8 +41,7 @@ class Study:
     about: str  # what it measures, and what it needs: paragraphs, the first sentence says it alone
     # from the options to figures that JSON can hold, and the same as text
     run: Callable[[argparse.Namespace], tuple[Any, str]]
-    # flags, with the keywords that ``argparse`` takes; all studies also have ``--json``
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)  # all studies also have ``--json``
 
     @property
     def summary(self) -> str:

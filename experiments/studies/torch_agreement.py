@@ -49,20 +49,13 @@ _MODEL = ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "se
 
 def tracked_job(values: Mapping[str, Any], **tables: Row) -> Job:
     """A job of the harness from sizes and changes; other tables of it as they are stated."""
-    merged: Row = {"family": "gpt", "tp": 1, "pp": 1, "dp": 1, "micro_batch": 1, "micro_batches": 1, **values}
-    micro, many = merged.pop("micro_batch"), merged.pop("micro_batches")
-    model = {key: merged.pop(key) for key in _MODEL if key in merged}
-    precision = merged.pop("precision", "fp32")
+    merged: Row = {"tp": 1, "pp": 1, "dp": 1, "micro_batch": 1, "micro_batches": 1, "precision": "fp32", **values}
+    model: Row = {"family": "gpt", **{key: merged.pop(key) for key in _MODEL if key in merged}}
+    batch: Row = {key: merged.pop(key) for key in ("micro_batch", "precision")}
+    batch["global_batch"] = batch["micro_batch"] * merged.pop("micro_batches") * merged["dp"]
     devices = merged["tp"] * merged["pp"] * merged["dp"]
-    return Job.from_dict(
-        {
-            "model": model,
-            "parallel": merged,
-            "batch": {"micro_batch": micro, "global_batch": micro * many * merged["dp"], "precision": precision},
-            "cluster": {"hardware": "local-cpu", "devices_per_node": devices, "fabric": "loopback"},
-            **tables,
-        }
-    )
+    cluster = {"hardware": "local-cpu", "devices_per_node": devices, "fabric": "loopback"}
+    return Job.from_dict({"model": model, "parallel": merged, "batch": batch, "cluster": cluster, **tables})
 
 
 def tracked_row(job: Job, rank: int = 0) -> Row:
@@ -140,12 +133,8 @@ def run_memory(options: argparse.Namespace) -> tuple[Any, str]:
     return {"summary": summary, "rows": rows}, f"{table_of(rows, columns, 3)}\n\n{figures_text(summary)}"
 
 
-MEMORY = Study(
-    "memory",
-    "Compare predicted peak memory with PyTorch's own count of every tensor, in training steps of the harness on fake "
-    "tensors.",
-    run_memory,
-)
+ABOUT = "Compare predicted peak memory with PyTorch's count of every tensor, in the harness' steps on fake tensors."
+MEMORY = Study("memory", ABOUT, run_memory)
 
 
 SCRIPT = Path(__file__).with_name("scripts.py")

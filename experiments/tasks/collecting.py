@@ -129,10 +129,8 @@ def collect_jobs(
 
 
 def reuse_events(plan: dict[str, Any], folders: Sequence[Path], out: Path) -> int:
-    """Move what earlier collections have measured on this machine from a plan into a new collection's event files.
-
-    Returns:
-        How many ops and collectives the plan no longer measures.
+    """Move what earlier collections have measured on this machine from a plan into a new collection's event files; how
+    many ops and collectives the plan no longer measures.
     """
     import torch
 
@@ -206,10 +204,8 @@ class HeavyCall:
 
 
 def heavy_calls(captured: Captured, predictor: Predictor | None, hardware: Hardware) -> tuple[list[HeavyCall], float]:
-    """Calls that were not measured: products and convolutions first, then the longest.
-
-    Returns:
-        The calls, and the part of the step's computation that is known, 0 to 1.
+    """Calls that were not measured: products and convolutions first, then the longest; and the part of the step's
+    computation that is known, 0 to 1.
     """
     found: dict[tuple[str, Op], HeavyCall] = {}
     known = total = 0.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import subprocess
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +29,12 @@ def check_machine() -> dict[str, Any]:
         ``links``, ``quiet`` (empty, or why measurements would be bad), and ``can``: what works here, and else why not.
     """
     libraries = {name: {"version": _version(name), "extra": extra} for name, extra in EXTRAS.items()}
-    gpus, box = _gpus(), ""
+    gpus, box = list[dict[str, str]](), ""
+    with suppress(OSError, subprocess.SubprocessError):  # GPUs of NVIDIA; none without its tool
+        command = ["nvidia-smi", f"--query-gpu={','.join(_NVIDIA)}", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20, check=True)
+        lines = (map(str.strip, line.split(",")) for line in done.stdout.splitlines())
+        gpus = [dict(zip(_NVIDIA, words, strict=False)) for words in lines]
     try:
         check_possible({})
     except HarnessError as error:
@@ -63,20 +68,6 @@ def _version(module: str) -> str | None:
         return version(_NAMES.get(module, module))
     except PackageNotFoundError:
         return "installed"
-
-
-def _gpus() -> list[dict[str, str]]:
-    """NVIDIA GPUs as listed by ``nvidia-smi``; empty without it."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return []
-    command = [tool, f"--query-gpu={','.join(_NVIDIA)}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    lines = done.stdout.splitlines() if done.returncode == 0 else []
-    return [dict(zip(_NVIDIA, (word.strip() for word in line.split(",")), strict=False)) for line in lines]
 
 
 def _links() -> list[dict[str, str]]:

@@ -42,12 +42,8 @@ _SHOWN = 500  # characters of a failed script's output
 def emulate(
     script: Path, arguments: Sequence[str], world: Emulation, delay: Delay, *, progress: bool = True
 ) -> dict[str, Any]:
-    """Run ranks of a script in an emulated world.
-
-    Returns:
-        ``step_seconds`` (of the slowest rank in each step), ``rounds``, ``iteration_s`` (their median),
-        ``spread_percent`` over rounds, ``collectives`` of a step of the first rank: kind, bytes, group,
-        ``calls_per_step`` and modelled ``seconds`` of each; and ``ranks``, with steps and collectives of each.
+    """Run ranks of a script in an emulated world: seconds of each step on the slowest rank, their median, its spread
+    over rounds, and the collectives of a step of each rank, with their modelled seconds.
     """
     if not script.is_file():
         raise CollectError(f"emulate takes a Python file, got no file {script}")
@@ -62,31 +58,32 @@ def emulate(
         except HarnessError as error:
             output = log.read_text("utf-8", errors="replace")[-_SHOWN:].strip() if log.exists() else ""
             output = " | ".join(output.splitlines())  # errors are one line
-            told = str(error).removesuffix(f"; see {log}")
-            raise CollectError(told + (f"; the end of its output: {output}" if output else "")) from None
-    return _summary(script, world, found)
-
-
-def _summary(script: Path, world: Emulation, found: list[dict[str, Any]]) -> dict[str, Any]:
+            words = str(error).removesuffix(f"; see {log}")
+            raise CollectError(words + (f"; the end of its output: {output}" if output else "")) from None
     rounds = slowest_of(found)
     seconds = [each for steps in rounds for each in steps]
     medians, whole = [statistics.median(steps) for steps in rounds], statistics.median(seconds)
-    ranks = []
-    for rank, each in zip(world.ranks, found, strict=True):
-        calls = [{**row, "calls_per_step": row["calls"] / len(seconds)} for row in each["collectives"]]
-        collectives = [{name: value for name, value in row.items() if name != "calls"} for row in calls]
-        ranks.append({"rank": rank, "step_seconds": list(chain(*each["rounds"])), "collectives": collectives})
-    told = {
+    measured = list[dict[str, Any]]()
+    for rank, own in zip(world.ranks, found, strict=True):
+        collectives = [
+            {
+                **{key: value for key, value in row.items() if key != "calls"},
+                "calls_per_step": row["calls"] / len(seconds),
+            }
+            for row in own["collectives"]
+        ]
+        measured.append({"rank": rank, "step_seconds": list(chain(*own["rounds"])), "collectives": collectives})
+    told: dict[str, Any] = {
         "script": str(script),
         "world_size": world.world_size,
-        "ranks": ranks,
+        "ranks": measured,
         "clock": "virtual" if world.virtual else "real",
         "steps_by": found[0]["steps_by"],
         "iteration_s": whole,
         "spread_percent": 100 * (max(medians) - min(medians)) / whole if whole else 0.0,
         "rounds": rounds,
         "step_seconds": seconds,
-        "collectives": ranks[0]["collectives"],
+        "collectives": measured[0]["collectives"],
     }
     columns: dict[str, str | Callable[[Any], object]] = {
         "collective": "kind", "bytes": "num_bytes", "ranks": "group_size", "per node": "ranks_per_node",
@@ -107,41 +104,32 @@ FUNCTION = "seconds"  # of a user's file
 _MOST_S = 3600.0
 
 
-@dataclass(frozen=True)
-class Extra:
-    """An additional delay of collectives that match."""
-
-    what: str  # ``all``, a kind, ``group`` (of ``number`` ranks) or ``bytes`` (at least ``number``)
-    number: int  # see ``what``
-    seconds: float  # on top
-
-    @classmethod
-    def parse(cls, text: str) -> Extra:
-        """``all_reduce=5``, ``group:256=5``, ``bytes:1000000=5`` or ``all=5``, in milliseconds."""
-        name, _, milliseconds = text.rpartition("=")
-        what, _, number = name.partition(":")
-        wrong = CollectError(
+def extra_delay(text: str) -> Delay:
+    """Additional seconds of collectives that match: ``all_reduce=5``, ``group:256=5`` (ranks), ``bytes:1000000=5`` (at
+    least) or ``all=5``, in milliseconds.
+    """
+    name, _, milliseconds = text.rpartition("=")
+    what, _, number = name.partition(":")
+    try:
+        numbered, least, seconds = what in ("group", "bytes"), int(number or 0), float(milliseconds) * 1e-3
+        if numbered != bool(number) or not (numbered or what == "all" or what in COLLECTIVE_KINDS):
+            raise ValueError
+    except ValueError:
+        raise CollectError(
             f"--extra-ms takes WHAT=MS, where WHAT is all, group:RANKS, bytes:AT_LEAST or one of "
             f"{', '.join(COLLECTIVE_KINDS.names())}, got {text!r:.80}"
-        )
-        try:
-            found = cls(what, int(number) if number else 0, float(milliseconds) * 1e-3)
-        except ValueError:
-            raise wrong from None
-        numbered = what in ("group", "bytes")
-        if numbered != bool(number) or not (numbered or what == "all" or what in COLLECTIVE_KINDS):
-            raise wrong
-        if not 0 <= found.seconds <= _MOST_S:
-            raise CollectError(f"--extra-ms takes 0 to {1e3 * _MOST_S:g} ms, got {text!r:.80}")
-        return found
+        ) from None
+    if not 0 <= seconds <= _MOST_S:
+        raise CollectError(f"--extra-ms takes 0 to {1e3 * _MOST_S:g} ms, got {text!r:.80}")
 
-    def of(self, collective: Collective) -> float:
-        """Additional seconds of a collective."""
-        matches = {"group": collective.group_size == self.number, "bytes": collective.num_bytes >= self.number}
-        return self.seconds if matches.get(self.what, self.what in ("all", collective.kind)) else 0.0
+    def delay(collective: Collective) -> float:
+        matches = {"group": collective.group_size == least, "bytes": collective.num_bytes >= least}
+        return seconds if matches.get(what, what in ("all", collective.kind)) else 0.0
+
+    return delay
 
 
-def delays_of(source: str, fabric: Fabric | None, predictor: Predictor | None, extra: Sequence[Extra]) -> Delay:
+def delays_of(source: str, fabric: Fabric | None, predictor: Predictor | None, extra: Sequence[Delay]) -> Delay:
     """Seconds of collectives from ``alpha-beta``, ``predictor`` or a Python file, plus additional delays."""
     if source.endswith(".py"):
         base = _from_file(Path(source))
@@ -160,7 +148,7 @@ def delays_of(source: str, fabric: Fabric | None, predictor: Predictor | None, e
         seconds = float(base(collective))
         if not 0 <= seconds <= _MOST_S:
             raise CollectError(f"delays must be 0 to {_MOST_S:g} seconds, got {seconds} for {collective}")
-        return seconds + sum(each.of(collective) for each in extra)
+        return seconds + sum(each(collective) for each in extra)
 
     return delay
 
@@ -169,13 +157,12 @@ def _from_file(path: Path) -> Delay:
     """Run a file, and return its function ``seconds(kind, num_bytes, group_size, ranks_per_node)``."""
     if not path.is_file():
         raise CollectError(f"--delays must be alpha-beta, predictor or an existing Python file, got no file {path}")
-    told = f"--delays {path}"
     try:
         function = runpy.run_path(str(path)).get(FUNCTION)
     except Exception as error:
-        raise CollectError(f"{told} raised {type(error).__name__}: {error}") from None
+        raise CollectError(f"--delays {path} raised {type(error).__name__}: {error}") from None
     if not callable(function):
-        raise CollectError(f"{told} must define {FUNCTION}(kind, num_bytes, group_size, ranks_per_node)")
+        raise CollectError(f"--delays {path} must define {FUNCTION}(kind, num_bytes, group_size, ranks_per_node)")
 
     def delay(c: Collective) -> float:
         try:
@@ -273,7 +260,13 @@ def collect_script(script: Script, out: Path, event_seconds: float, *, progress:
             try:
                 with new_folder(folder) as part:  # it is written completely or not at all
                     measured = run_script(script.path, settings, part, log, ranks, "collect" if progress else "")
-                    write_json(part / FACTS, {**script.facts, **_merged(measured)})
+                    profiled = [max(column) for column in zip(*(r["profiled_seconds"] for r in measured), strict=True)]
+                    told = {name: measured[0][name] for name in ("steps_by", "device", "threads")}
+                    told |= {"rounds": slowest_of(measured), "profiled_seconds": profiled}
+                    told["traces"] = {str(r["rank"]): r["traces"] for r in measured}
+                    told["digests"] = {name: value for r in measured for name, value in r["digests"].items()}
+                    memory = [r["peak_memory_bytes"] for r in measured if r["peak_memory_bytes"] is not None]
+                    write_json(part / FACTS, {**script.facts, **told, "peak_memory_bytes": memory})
             except HarnessError as error:
                 raise CollectError(str(error)) from None
         facts = read_json(folder / FACTS)
@@ -288,9 +281,9 @@ def collect_script(script: Script, out: Path, event_seconds: float, *, progress:
     summary = run_plan(read_json(out / "plan.json"), out, progress=progress)
     seconds = [each for steps in facts["rounds"] for each in steps]
     warnings = list(read_imported(out / "runs" / script.name).warnings)
-    told = {"run": script.name, "steps_by": facts["steps_by"], "step_seconds": seconds, "warnings": warnings}
+    own = {"run": script.name, "steps_by": facts["steps_by"], "step_seconds": seconds, "warnings": warnings}
     text = "\n".join([describe_collection(out)["text"], *(f"warning: {each}" for each in warnings)])
-    return {**summary, **told, "runs": 1, "text": text}
+    return {**summary, **own, "runs": 1, "text": text}
 
 
 def _check(script: Script, out: Path) -> None:
@@ -333,17 +326,6 @@ def slowest_of(ranks: Sequence[dict[str, Any]]) -> list[list[float]]:
     """Seconds of each step of each round on its slowest rank."""
     every = zip(*(rank["rounds"] for rank in ranks), strict=True)
     return [[max(step) for step in zip(*steps, strict=True)] for steps in every]
-
-
-def _merged(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the measurements of all ranks: a step takes as long as on its slowest rank."""
-    profiled = [max(column) for column in zip(*(r["profiled_seconds"] for r in ranks), strict=True)]
-    shared = {name: ranks[0][name] for name in ("steps_by", "device", "threads")}
-    files = {str(r["rank"]): r["traces"] for r in ranks}
-    digests = {name: found for r in ranks for name, found in r["digests"].items()}
-    memory = [r["peak_memory_bytes"] for r in ranks if r["peak_memory_bytes"] is not None]
-    measured = {"rounds": slowest_of(ranks), "profiled_seconds": profiled, "traces": files, "digests": digests}
-    return {**shared, **measured, "peak_memory_bytes": memory}
 
 
 def _event_plan(found: Imported, seconds: float) -> dict[str, Any]:

@@ -59,11 +59,8 @@ def verify(
 ) -> dict[str, Any]:
     """Run the first jobs that the harness can run, and compare their times with the predictions.
 
-    Returns:
-        ``runs`` in the order of the jobs: name, prediction with its interval, median of the timed steps, how far the
-        medians of the rounds lie apart, signed error, and whether the measurement lies in the interval; ``not_run`` by
-        name with the reason, ``best_is_best`` (whether the one predicted to be fastest is the fastest),
-        ``regret_percent`` and ``text``.
+    Told of each are its prediction with its interval, the median of the timed steps, how far the medians of the rounds
+    lie apart, and the signed error; and whether the strategy that is predicted to be fastest is the fastest.
     """
     held, not_run = runnable(jobs, most, box)
     if not held:

@@ -282,11 +282,11 @@ def emulate_command(
             size) or bytes:N (N bytes or more). Repeatable.
     """
     from stepsight.dataset.hardware.hardware import find_fabric
-    from stepsight.experiments.tasks.scripts import Extra, delays_of, emulate
+    from stepsight.experiments.tasks.scripts import delays_of, emulate, extra_delay
     from stepsight.training.tracking.tracking import load_predictor as load_named
 
     learned = load_named(predictor) if predictor is not None else None
     links = find_fabric(fabric) if fabric else None
-    delay = delays_of(delays, links, learned, [Extra.parse(text) for text in extra_ms or ()])
+    delay = delays_of(delays, links, learned, [extra_delay(text) for text in extra_ms or ()])
     found = emulate(script, arguments or [], world, delay)
     return Answer(found, found["text"])

@@ -66,7 +66,7 @@ def test_mistakes(tmp_path: Path) -> None:
     write_runs(tmp_path / "loose.csv", run_row(recompute="fulll"))
     for arguments, text in (
         (("absent.csv",), "cannot read runs from absent.csv"),
-        (("notes.csv",), "notes.csv lacks source"),
+        (("notes.csv",), "it lacks source"),
         (("runs.csv", "--source", "nobody"), "--source must match the source of a row"),
         (("runs.csv", "--plot", "runs.txt"), "--plot ends in .png"),
         (("loose.csv",), "of 1 row of loose.csv left out: 1 x recompute is 'fulll'"),

@@ -1,12 +1,13 @@
 """Clusters, batches and lengths are compared by what the user pays for."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.search.choices import SearchResult, pareto_front
+from stepsight.experiments.search.choices import SearchResult
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.search_report import plot_result, search_report
 from stepsight.experiments.search.settings import Goal, Scenarios, Space, read_prices
@@ -71,8 +72,8 @@ def test_the_front_is_what_nothing_beats(found: SearchResult) -> None:
     ]
     front = {(row["training_time_s"], row["cost"]) for row in found.front}
     assert front == {(r["training_time_s"], r["cost"]) for r, out in zip(rows, beaten, strict=True) if not out}
-    unpriced = [{**row, "cost": None} for row in rows]
-    assert len({row["devices"] for row in pareto_front(unpriced)}) == len(pareto_front(unpriced))
+    unpriced = replace(found, goal=Goal()).front
+    assert len({row["devices"] for row in unpriced}) == len(unpriced)
 
 
 def test_plans_are_reported_and_drawn(job: Job, found: SearchResult, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def start(storage: str, out: Path, trials: int, workers: int, sampler: str) -> s
 
 
 def trials_of(place: str) -> list[optuna.trial.FrozenTrial]:
-    storage = open_storage(place if "://" in place else Path(place))
+    storage = open_storage(place)
     trials = optuna.load_study(study_name="s", storage=storage).trials
     storage.remove_session()
     if engine := getattr(storage, "engine", None):

@@ -12,7 +12,7 @@ from stepsight.dataset.hardware.hardware import alpha_beta_seconds, find_fabric
 from stepsight.dataset.harness.base.errors import HarnessError
 from stepsight.dataset.harness.emulation.stand_in import asked_delays
 from stepsight.dataset.kinds.op import Collective
-from stepsight.experiments.tasks.scripts import Extra, answers_of, delays_of
+from stepsight.experiments.tasks.scripts import answers_of, delays_of, extra_delay
 
 SMALL = Collective("all_reduce", 1000, 16, 8)
 LARGE = Collective("all_gather", 10**8, 256, 8)
@@ -20,7 +20,7 @@ LARGE = Collective("all_gather", 10**8, 256, 8)
 
 def test_extra_delays_come_on_top_of_what_matches() -> None:
     fabric = find_fabric("dgx-h100")
-    extra = [Extra.parse(text) for text in ("all=1", "all_reduce=10", "group:256=100", "bytes:1000000=1000")]
+    extra = [extra_delay(text) for text in ("all=1", "all_reduce=10", "group:256=100", "bytes:1000000=1000")]
     delay = delays_of("alpha-beta", fabric, None, extra)
     assert delay(SMALL) == pytest.approx(alpha_beta_seconds(SMALL, fabric) + 0.011)
     assert delay(LARGE) == pytest.approx(alpha_beta_seconds(LARGE, fabric) + 1.101)
@@ -29,7 +29,7 @@ def test_extra_delays_come_on_top_of_what_matches() -> None:
 @pytest.mark.parametrize("text", ["all", "gossip=1", "group=1", "group:x=1", "all=-1", "all=nan", "all_reduce:3=1", ""])
 def test_a_wrong_extra_delay_is_refused(text: str) -> None:
     with pytest.raises(CollectError, match="--extra-ms takes"):
-        Extra.parse(text)
+        extra_delay(text)
 
 
 @pytest.mark.parametrize(
