@@ -22,10 +22,7 @@ MICROSECOND = 1e-6
 
 @dataclass
 class Assembly:
-    """A graph before its nodes are in order; microseconds.
-
-    Shapes: ``n`` nodes.
-    """
+    """A graph before its ``n`` nodes are in order; microseconds."""
 
     start: Floats  # ``(n,)``
     end: Floats  # ``(n,)``
@@ -52,9 +49,7 @@ class Assembly:
     @cached_property
     def place(self) -> Ints:
         """``(n,)``: the place of each node in the graph."""
-        place = np.empty(len(self.start), dtype=np.int64)
-        place[self.order] = np.arange(len(place))
-        return place
+        return np.argsort(self.order)
 
     def meet(self, node: int, meets: Rendezvous | None) -> None:
         """Record which collective of other ranks a node belongs to."""
@@ -114,7 +109,13 @@ def graph_of_trace(trace: RankTrace) -> Program:
         apart = start[target] - end[source]
         kept = apart if hosted and why is Dependency.STREAM_ORDER else np.minimum(apart, 0.0)
         found.append((source, target, why, kept))
-    built = Assembly(start, end, start, start, found, _steps_of(trace, start, end))
+    bounds: dict[int, list[float]] = {}
+    for span in trace.spans:
+        bounds.setdefault(span.step, []).extend((span.start_s / MICROSECOND, span.end_s / MICROSECOND))
+    whole = [(float(start.min(initial=0.0)), float(end.max(initial=0.0)))]  # without segments
+    listed = sorted((min(times), max(times)) for times in bounds.values())
+    steps = Steps(listed or whole, -1, "annotations" if listed else "nothing")
+    built = Assembly(start, end, start, start, found, steps)
     columns = built.columns
     columns["known"][:] = 1
     for place, node in enumerate(trace.program.nodes):
@@ -126,13 +127,3 @@ def graph_of_trace(trace: RankTrace) -> Program:
         built.meet(place, trace.meets.get(place))
     graph = built.graph("cpu" if hosted else "cuda", "cpu" if hosted else "", int(trace.num_events.sum()))
     return graph.replace(rank=trace.rank)
-
-
-def _steps_of(trace: RankTrace, start: Floats, end: Floats) -> Steps:
-    """Steps of a trace by its segments, in microseconds; the whole trace without any."""
-    bounds: dict[int, list[float]] = {}
-    for span in trace.spans:
-        bounds.setdefault(span.step, []).extend((span.start_s / MICROSECOND, span.end_s / MICROSECOND))
-    if bounds:
-        return Steps(sorted((min(times), max(times)) for times in bounds.values()), -1, "annotations")
-    return Steps([(float(start.min(initial=0.0)), float(end.max(initial=0.0)))], -1, "nothing")

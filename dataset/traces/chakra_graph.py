@@ -13,6 +13,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from itertools import chain
@@ -47,8 +48,7 @@ def read_chakra(
     files: Sequence[Path], ranks: Sequence[int], on_file: Callable[[int, int], None] | None = None
 ) -> list[Program]:
     """Read the Chakra traces of a job's ranks as graphs; ``on_file`` is told how many files are read, of how many."""
-    found: list[list[ChakraNode]] = []
-    world = max(len(files), 1 + max(ranks))
+    found, world = list[list[ChakraNode]](), max(len(files), 1 + max(ranks))
     for number, (path, rank) in enumerate(zip(files, ranks, strict=True)):
         nodes = _ordered(read_nodes(path), path)
         told = next((each.attrs["ngpus"] for each in nodes if "ngpus" in each.attrs), None)
@@ -71,10 +71,8 @@ def _ordered(nodes: list[ChakraNode], path: Path) -> list[ChakraNode]:
         sorter.prepare()
     except CycleError as error:
         circle = ", ".join(map(str, error.args[1][:4]))
-        raise TraceError(
-            f"dependencies of a Chakra trace must not form a circle, got nodes {circle} … that wait for each other: "
-            f"{path}"
-        ) from None
+        rule = "dependencies of a Chakra trace must not form a circle"
+        raise TraceError(f"{rule}, got nodes {circle} … that wait for each other: {path}") from None
     found: list[ChakraNode] = []
     ready = sorted(sorter.get_ready())
     while ready:
@@ -151,16 +149,13 @@ def _walk(ranks: Sequence[list[ChakraNode]]) -> None:
             for node in together:
                 node.end_us = last if sent is None else max(node.end_us, sent if node.type != SEND else 0.0)
     except CycleError:
-        raise TraceError(
-            "ranks must meet in the same order, got collectives that deadlock: the traces are "
-            "of different jobs or different steps"
-        ) from None
+        told = "got collectives that deadlock: the traces are of different jobs or different steps"
+        raise TraceError(f"ranks must meet in the same order, {told}") from None
 
 
 def _graph(nodes: list[ChakraNode], world: int, sizes: Mapping[str, int]) -> Program:
     start, end = (np.array([getattr(node, name) for node in nodes]) for name in ("start_us", "end_us"))
-    edges: list[tuple[int, int, Dependency]] = []
-    last: dict[str, int] = {}
+    edges, last = list[tuple[int, int, Dependency]](), dict[str, int]()
     for node in nodes:
         if node.stream in last:
             order = Dependency.HOST_ORDER if node.kind == "host" else Dependency.STREAM_ORDER
@@ -212,15 +207,13 @@ def _classified(call: ChakraNode) -> Op | None:
     known = name in call_table()
     if not (known or name.startswith("aten::")) or max(len(call.shapes), len(call.types)) > _MOST_TEXT:
         return None
-    try:
+    with suppress(*MALFORMED, SyntaxError, MemoryError):
         shapes, types = ast.literal_eval(call.shapes), ast.literal_eval(call.types)
-        if not isinstance(shapes, list) or not isinstance(types, list):
-            return None
-        plain = [str(each).removeprefix("Tensor(").removesuffix(")") for each in types]
-        args = {"Input Dims": shapes, "Input type": plain}
-        return classify(name, args, Scope()) if known else classify_unknown(args)
-    except (*MALFORMED, SyntaxError, MemoryError):
-        return None
+        if isinstance(shapes, list) and isinstance(types, list):
+            plain = [str(each).removeprefix("Tensor(").removesuffix(")") for each in types]
+            args = {"Input Dims": shapes, "Input type": plain}
+            return classify(name, args, Scope()) if known else classify_unknown(args)
+    return None
 
 
 def _collective_kind(node: ChakraNode) -> str | None:
@@ -304,35 +297,31 @@ def _wire_nodes(data: bytes) -> Iterator[ChakraNode]:
 
 
 def _wire_node(message: bytes) -> ChakraNode:
-    node: dict[str, Any] = {"id": 0, "attrs": {}}
-    deps: list[int] = []
+    node: dict[str, Any] = {"id": 0, "attrs": {}, "data_deps": ()}
     for number, value in _fields(message):
         if isinstance(value, int) != (number in (1, 3, 7)) and number in (1, 2, 3, 7, 8, 10):
             raise ValueError(f"field {number} of a node must be of another type, got {value!r:.40}")
-        if isinstance(value, int):
-            if number in (1, 7):
-                node["id" if number == 1 else "duration_us"] = value
-            elif number == 3:
-                node["type"] = NODE_TYPES[value] if value < len(NODE_TYPES) else str(value)
-            elif number == 5:
-                deps.append(value)
-        elif number == 2:
-            node["name"] = _text(value)
+        if number in (1, 2, 7):
+            node[{1: "id", 2: "name", 7: "duration_us"}[number]] = _text(value) if number == 2 else value
+        elif number == 3:
+            node["type"] = NODE_TYPES[value] if value < len(NODE_TYPES) else str(value)
+        elif number == 5 and isinstance(value, int):
+            node["data_deps"] += (value,)
         elif number == 5:
             at = 0
             while at < len(value):
                 dep, at = read_varint(value, at)
-                deps.append(dep)
+                node["data_deps"] += (dep,)
         elif number == 8:
             told = dict(_fields(value))
             node["shapes"], node["types"] = (_text(told.get(place, b"")) for place in (2, 3))
         elif number == 10:
             attr = dict(_fields(value))
             node["attrs"][_text(attr.pop(1, b""))] = _wire_value(attr)
-    return ChakraNode(data_deps=tuple(deps), **node)
+    return ChakraNode(**node)
 
 
-def _wire_value(attr: Mapping[int, int | bytes]) -> Any:
+def _wire_value(attr: Mapping[int, Any]) -> Any:
     """The value of an attribute, from its last field that holds one."""
     found: Any = None
     for number, value in attr.items():
@@ -346,17 +335,14 @@ def _wire_value(attr: Mapping[int, int | bytes]) -> Any:
     return found
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Numbers and values, whole numbers or bytes, of the fields of a message."""
     at = 0
     while at < len(message):
         key, at = read_varint(message, at)
-        value: int | bytes
-        if key & 7 == 0:
-            value, at = read_varint(message, at)
-        elif key & 7 in (1, 2, 5):
-            value, at = _bytes(message, at, {1: 8, 5: 4}.get(key & 7))
-        else:
+        if key & 7 not in (0, 1, 2, 5):
             raise ValueError(f"a field must be of wire type 0, 1, 2 or 5, got {key & 7}")
+        value, at = read_varint(message, at) if key & 7 == 0 else _bytes(message, at, {1: 8, 5: 4}.get(key & 7))
         yield key >> 3, value
 
 
@@ -403,17 +389,10 @@ def _json_node(table: Mapping[str, Any]) -> ChakraNode:
     kind = NODE_TYPES[kind] if isinstance(kind, int) and 0 <= kind < len(NODE_TYPES) else str(kind)
     attrs = {str(each["name"]): _json_value(each) for each in named.get("attr", ())}
     attrs |= {key: value for key, value in named.items() if key not in _KNOWN}
-    inputs = named.get("inputs") or {}
-    return ChakraNode(
-        int(str(named["id"])),
-        str(named.get("name", "")),
-        kind,
-        tuple(int(dep) for dep in named.get("data_deps", ())),
-        float(named.get("duration", 0)),
-        str(inputs.get("shapes", "")),
-        str(inputs.get("types", "")),
-        attrs,
-    )
+    inputs, deps = named.get("inputs") or {}, tuple(int(dep) for dep in named.get("data_deps", ()))
+    name, duration_us = str(named.get("name", "")), float(named.get("duration", 0))
+    shapes, types = (str(inputs.get(each, "")) for each in ("shapes", "types"))
+    return ChakraNode(int(str(named["id"])), name, kind, deps, duration_us, shapes, types, attrs)
 
 
 def _json_value(attr: Mapping[str, Any]) -> Any:

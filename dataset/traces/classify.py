@@ -124,12 +124,11 @@ def call_table() -> Mapping[str, Classify]:
 
 @cached(4)
 def _call_table(version: tuple[int, int]) -> Mapping[str, Classify]:
-    table = {name: _as(kind.name, dims) for kind in OP_KINDS.values() for name, dims in kind.calls.items()}
+    def as_kind(kind: str, dims_of: Callable[[Args], tuple[int, ...] | None]) -> Classify:
+        return lambda args, scope: None if (dims := dims_of(args)) is None else (kind, dims)
+
+    table = {name: as_kind(kind.name, dims) for kind in OP_KINDS.values() for name, dims in kind.calls.items()}
     return MappingProxyType({**table, **_BY_SCOPE})
-
-
-def _as(kind: str, dims_of: Callable[[Args], tuple[int, ...] | None]) -> Classify:
-    return lambda args, scope: None if (dims := dims_of(args)) is None else (kind, dims)
 
 
 _interned: Memo[tuple[str, tuple[int, ...], str], Op] = Memo("ops of traces", 100_000)
@@ -144,15 +143,6 @@ def intern_op(kind: str, dims: tuple[int, ...], dtype: str) -> Op:
     return op
 
 
-def _dtype(args: Args, of_list: str = "fp32") -> tuple[str, float]:
-    for name in args.get("Input type") or ():
-        if name in DTYPES:
-            return DTYPES[name]
-        if name == "TensorList":
-            break
-    return of_list, 1.0
-
-
 def classify(name: str, args: Args, scope: Scope, before: str = "fp32") -> Op | None:
     """Signature of a call that is in ``call_table``; None if it moves at most one element or is no work.
 
@@ -160,9 +150,7 @@ def classify(name: str, args: Args, scope: Scope, before: str = "fp32") -> Op | 
     from just there.
     """
     signature = call_table()[name](args, scope)
-    if signature is None:
-        return None
-    return _weigh(signature, args, before if name in _JOINS else "fp32")
+    return None if signature is None else _weigh(signature, args, before if name in _JOINS else "fp32")
 
 
 def classify_unknown(args: Args) -> Op | None:
@@ -172,7 +160,8 @@ def classify_unknown(args: Args) -> Op | None:
 
 def _weigh(signature: Signature, args: Args, of_list: str = "fp32") -> Op | None:
     kind, dims = signature
-    dtype, weight = _dtype(args, of_list)
+    typed = next((name for name in args.get("Input type") or () if name in DTYPES or name == "TensorList"), "")
+    dtype, weight = DTYPES.get(typed, (of_list, 1.0))
     if len(dims) == 1:
         if dims[0] <= 1 and all_shapes(args):
             return None

@@ -86,8 +86,9 @@ def with_sequence_edges(graph: Program, sequence: Ints) -> Program:
     return _with_pairs(graph, [(last[number], node) for node, number in found])
 
 
-def with_tensor_edges(graph: Program, events: RankEvents, parent: Ints, calls: list[TensorCall], path: Path) -> Program:
+def with_tensor_edges(graph: Program, events: RankEvents, parent: Ints, path: Path) -> Program:
     """Add edges from the tensors of an execution trace; ``parent``: the call around each framework call."""
+    calls = read_execution_trace(path)
     rows, names = _rows_of(events, calls), {call.name for call in calls}
     called = {events.names[number] for number in np.unique(events.ops["name"]).tolist()}
     known = {name for name in called if "::" in name and not name.startswith(_OURS)}

@@ -49,10 +49,7 @@ def launch_rows(events: RankEvents) -> Ints:
     """Row of the runtime table that launched each device event, by correlation, else by external id; -1: unknown."""
     device, runtime = events.device, events.runtime
     rows = _matching(device["correlation"], runtime["correlation"])
-    absent = rows < 0
-    if absent.any() and len(runtime):
-        rows[absent] = _matching(device["external"][absent], runtime["external"])
-    return rows
+    return np.where(rows < 0, _matching(device["external"], runtime["external"]), rows)
 
 
 def with_assumed_launches(events: RankEvents) -> RankEvents:
@@ -72,7 +69,7 @@ def with_assumed_launches(events: RankEvents) -> RankEvents:
     return changed
 
 
-def with_stand_in_collectives(events: RankEvents) -> RankEvents:
+def with_stand_ins(events: RankEvents) -> RankEvents:
     """Events in which the spinning of a stand-in is its collective; what else its call runs meanwhile is left out."""
     calls = [each for each in events.annotations if each.name.startswith("stepsight::collective")]
     modelled = [each for each in events.annotations if each.name.startswith("stepsight::modelled")]
@@ -165,8 +162,6 @@ def _blocked_copies(events: RankEvents, rows: Ints) -> Ints:
     """Rows of the runtime table that copy and return only when the copy has ended."""
     device, runtime = events.device, events.runtime
     copies = np.array([category.endswith("memcpy") for category, _, _ in events.kernels], dtype=np.bool_)
-    if not len(device) or not copies.any():
-        return np.zeros(0, dtype=np.int64)
     chosen = np.flatnonzero(copies[device["kernel"]] & (rows >= 0))
     row = rows[chosen]
     ends_after = (runtime.end[row] >= device.end[chosen] - 1.0) & (device.end[chosen] > runtime.start[row])
@@ -175,11 +170,10 @@ def _blocked_copies(events: RankEvents, rows: Ints) -> Ints:
 
 def _usual(delays: Floats, most: float, otherwise: float) -> float:
     """Mean of the delays near their median; ``otherwise`` if there are none, or the median is beyond ``most``."""
-    middle = float(np.median(delays)) if len(delays) else np.inf
-    if middle > most:  # they waited for something else: short delays may still be the device's own
+    if len(delays) and np.median(delays) > most:  # they waited for something else: short ones may be the device's own
         delays = delays[delays <= most / 4]
-        middle = float(np.median(delays)) if len(delays) else np.inf
-    near = delays[np.abs(delays - middle) <= max(_NEAR_US, abs(middle))] if len(delays) else delays
+    middle = float(np.median(delays)) if len(delays) else 0.0
+    near = delays[np.abs(delays - middle) <= max(_NEAR_US, abs(middle))]
     return float(np.mean(near)) if len(near) else otherwise
 
 

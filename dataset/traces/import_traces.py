@@ -83,8 +83,15 @@ def import_ranks(
             )
             if on_file is not None:
                 on_file(number, len(files))
-    graphs = _numbered(graphs, files)
-    order = sorted(range(len(graphs)), key=lambda number: graphs[number].rank)
+    ranks = [graph.rank for graph in graphs]
+    if len(graphs) > 1 and all(graph.world_size == 1 for graph in graphs):  # files that do not tell of others
+        if len(set(ranks)) == 1:
+            named = _ranks_of(files)
+            ranks = named if len(set(named)) == len(named) else list(range(len(files)))
+        world = max(len(files), 1 + max(ranks))
+        graphs = [graph.replace(rank=rank, world_size=world) for graph, rank in zip(graphs, ranks, strict=True)]
+    _check_once(ranks, files)
+    order = sorted(range(len(graphs)), key=ranks.__getitem__)
     ordered = [graphs[number] for number in order]
     ranked = {graph.rank: f"rank {graph.rank}: " if len(graphs) > 1 else "" for graph in ordered}
     warnings = [ranked[graph.rank] + told for graph in ordered for told in graph.warnings]
@@ -120,28 +127,12 @@ def _ranks_of(files: Sequence[Path]) -> list[int]:
     return [int(rank or 0) for rank in named] if None not in named else list(range(len(files)))
 
 
-def _numbered(graphs: list[Program], files: Sequence[Path]) -> list[Program]:
-    """Graphs with their ranks: from the files, else from their names, else by their order."""
-    ranks = [graph.rank for graph in graphs]
-    if len(graphs) > 1 and all(graph.world_size == 1 for graph in graphs):
-        if len(set(ranks)) == 1:
-            named = _ranks_of(files)
-            ranks = named if len(set(named)) == len(named) else list(range(len(files)))
-        world = max(len(files), 1 + max(ranks))
-        graphs = [graph.replace(rank=rank, world_size=world) for graph, rank in zip(graphs, ranks, strict=True)]
-    _check_once(ranks, files)
-    return graphs
-
-
 def _check_once(ranks: Sequence[int], files: Sequence[Path]) -> None:
     seen: dict[int, Path] = {}
     for rank, path in zip(ranks, files, strict=True):
-        if rank in seen:
-            raise TraceError(
-                f"every rank must have one trace, got rank {rank} twice: {seen[rank].name} and "
-                f"{path.name}; if they are of different runs, import each by itself"
-            )
-        seen[rank] = path
+        if seen.setdefault(rank, path) is not path:
+            told = f"got rank {rank} twice: {seen[rank].name} and {path.name}"
+            raise TraceError(f"every rank must have one trace, {told}; import different runs one by one")
 
 
 def _check_ranks(graphs: Sequence[Program]) -> list[str]:
@@ -161,24 +152,20 @@ def _check_ranks(graphs: Sequence[Program]) -> list[str]:
     counts = [len(graph.steps_s) for graph in graphs]
     if min(counts) < max(counts):
         warnings.append(f"numbers of steps differ: {min(counts)} to {max(counts)} by rank")
-    return warnings + _check_meetings(graphs)
-
-
-def _check_meetings(graphs: Sequence[Program]) -> list[str]:
     collectives = [int(((g.columns["kind"] == COLLECTIVE) & (g.columns["group"] >= 0)).sum()) for g in graphs]
     if len(graphs) < 2 or not all(collectives):
-        return []
+        return warnings
     numbered, met = numbered_alike(graphs), meetings(graphs)[0]
-    if len(numbered) < _LEAST_ALIKE * min(collectives) and len(graphs) == graphs[0].world_size:
+    if len(numbered) < _LEAST_ALIKE * min(collectives) and len(graphs) == world:
         raise TraceError(
             f"ranks must be of one job, got {len(numbered)} collectives in common of {max(collectives)}: "
             "the traces are of different jobs or of different steps"
         )
-    if len(met) == len(numbered):
-        return []
-    told = f"{len(numbered) - len(met)} of {len(numbered)} do not end together, and count as different ones"
-    cause = "" if met else ": the traces may be of different jobs or different steps"
-    return [f"collectives of the ranks differ: {told}{cause}"]
+    if len(met) < len(numbered):
+        told = f"{len(numbered) - len(met)} of {len(numbered)} do not end together, and count as different ones"
+        cause = "" if met else ": the traces may be of different jobs or different steps"
+        warnings.append(f"collectives of the ranks differ: {told}{cause}")
+    return warnings
 
 
 def summary(found: Imported) -> dict[str, Any]:

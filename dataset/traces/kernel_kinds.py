@@ -41,6 +41,7 @@ _PATTERNS = {
     for table in ("kernels", "number_types", "collectives")
 }
 _COPIES: Mapping[str, str] = NAMES["copies"]
+_DIRECTIONS = (("DtoH", "to_host"), ("HtoD", "from_host"))  # words in names of copies, and their kinds
 
 
 class Launch(NamedTuple):
@@ -70,13 +71,11 @@ class KernelKinds:
     """Finds the op of each kernel; calls that launch several kernels are classified once."""
 
     def __init__(self, events: RankEvents, tree: CallTree) -> None:
-        self._events = events
-        self._tree = tree
-        self._known = call_table()
+        self._events, self._tree, known = events, tree, call_table()
         self._parent, self._names = tree.parent.tolist(), events.ops["name"].tolist()
         self._signature, self._sequence = events.ops["signature"].tolist(), events.ops["sequence"].tolist()
         self._dtype = "fp32"  # of the newest op
-        self._is_known = [name in self._known or name.startswith(_ANNOTATED) for name in events.names]
+        self._is_known = [name in known or name.startswith(_ANNOTATED) for name in events.names]
         self._is_evaluation = [is_evaluation(name) for name in events.names]
         self._calls: dict[int, tuple[int, Op | None]] = {}
         self._scopes: dict[int, Scope] = {}
@@ -90,8 +89,10 @@ class KernelKinds:
         ``owner``: innermost op around the launch, -1: unknown; ``num_bytes``: that a copy moves, -1: unknown.
         """
         call, op = self._of_call(owner) if owner >= 0 else (-1, None)
-        if launch.category in _COPIES and not (op is not None and op.kind == "copy" == _copy_kind(launch)):
-            return intern_op(_copy_kind(launch), (max(num_bytes, 0) // 4,), "fp32"), call, True
+        if launch.category in _COPIES:
+            kind = next((to for word, to in _DIRECTIONS if word in launch.name), _COPIES[launch.category])
+            if op is None or not op.kind == kind == "copy":
+                return intern_op(kind, (max(num_bytes, 0) // 4,), "fp32"), call, True
         if op is not None and not launch.name.startswith("triton_"):
             return op, call, True
         named = self._of_name(launch)
@@ -119,17 +120,16 @@ class KernelKinds:
         evaluation, sequence = int(tree.backward[call]), int(tree.sequence[call])
         if evaluation >= 0 and self._sequence[call] not in (-1, self._sequence[evaluation]):
             evaluation = -1  # backward computes a part of forward again
+        name = self._events.names[self._names[call]]
         if number in self._by_signature:
             op = self._by_signature[number]
+        elif name.startswith(_ANNOTATED):
+            with suppress(KeyError, ValueError):  # the name may be wrong
+                op = annotated_op(parse_annotation(name))
         else:
-            name = self._events.names[self._names[call]]
-            if name.startswith(_ANNOTATED):
-                with suppress(KeyError, ValueError):  # the name may be wrong
-                    op = annotated_op(parse_annotation(name))
-            else:
-                op = classify(name, self._events.arguments(number), self._scope(evaluation, sequence), self._dtype)
-            if not depends_on_scope(name):
-                self._by_signature[number] = op
+            op = classify(name, self._events.arguments(number), self._scope(evaluation, sequence), self._dtype)
+        if not depends_on_scope(name):
+            self._by_signature[number] = op
         if op is not None and op.kind == "linear" and sequence >= 0 and evaluation < 0:
             self._forward_dims[sequence] = op.dims
         self._dtype = op.dtype if op is not None else self._dtype
@@ -161,13 +161,6 @@ def named_kind(name: str) -> str | None:
 
 def _meaning(table: str, name: str) -> str | None:
     return next((meaning for pattern, meaning in _PATTERNS[table] if pattern.search(name)), None)
-
-
-def _copy_kind(launch: Launch) -> str:
-    name = launch.name
-    if "DtoH" in name:
-        return "to_host"
-    return "from_host" if "HtoD" in name else _COPIES[launch.category]
 
 
 def _dtype(name: str) -> str:
@@ -252,12 +245,9 @@ def _kind_and_bytes(said: dict[str, Any], size: int) -> tuple[str, int]:
 def _ranks(said: dict[str, Any]) -> tuple[int, ...]:
     if "ranks" in said:
         return tuple(int(part) for part in str(said["ranks"]).split(","))
-    try:
-        found = json.loads(said.get("Process Group Ranks", "[]"))
-    except ValueError:  # cut off with an ellipsis
-        found = []
-    if found:
-        return tuple(int(rank) for rank in found)
+    with suppress(ValueError):  # it may be cut off with an ellipsis
+        if found := json.loads(said.get("Process Group Ranks", "[]")):
+            return tuple(int(rank) for rank in found)
     start, stride, size = (said.get(key, -1) for key in ("Global rank start", "Global rank stride", "Group size"))
     return tuple(range(start, start + stride * size, stride)) if start >= 0 and stride > 0 and size > 0 else ()
 

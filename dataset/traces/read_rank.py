@@ -12,20 +12,9 @@ from stepsight.dataset.graph.columns import Floats, HostRecord, Ints, covered
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace, rank_trace
 from stepsight.dataset.kinds.op import check_sizes
+from stepsight.dataset.traces import data_edges
 from stepsight.dataset.traces.assembly import MICROSECOND, Assembly
-from stepsight.dataset.traces.data_edges import (
-    read_execution_trace,
-    with_sequence_edges,
-    with_tensor_edges,
-    without_observed_steps,
-)
-from stepsight.dataset.traces.device_graph import (
-    Parts,
-    launch_rows,
-    tie,
-    with_assumed_launches,
-    with_stand_in_collectives,
-)
+from stepsight.dataset.traces.device_graph import Parts, launch_rows, tie, with_assumed_launches, with_stand_ins
 from stepsight.dataset.traces.event_columns import RankEvents, picked, well_formed
 from stepsight.dataset.traces.host_calls import CallTree, Steps, call_tree, find_steps, observed_steps, segment_spans
 from stepsight.dataset.traces.host_graph import host_graph
@@ -61,7 +50,7 @@ def read_kineto(path: Path, placement: Placement | None = None) -> RankTrace:
 def _graph_of(events: RankEvents, placement: Placement, execution: Path | None) -> Program:
     rank, world_size = _identity(events, placement)
     if len(events.device):
-        events = with_stand_in_collectives(with_assumed_launches(events.with_calls(("stepsight::op ",))))
+        events = with_stand_ins(with_assumed_launches(events.with_calls(("stepsight::op ",))))
     tree = call_tree(events)
     if len(events.device):
         graph = _device_graph(events, tree, world_size, placement)
@@ -72,9 +61,9 @@ def _graph_of(events: RankEvents, placement: Placement, execution: Path | None) 
     except ValueError as error:
         raise TraceError(str(error)) from None
     if execution is not None:
-        graph = with_tensor_edges(graph, events, tree.parent, read_execution_trace(execution), execution)
-    graph = without_observed_steps(graph, observed_steps(events, graph.steps_s / MICROSECOND + graph.origin_us))
-    graph = with_sequence_edges(graph, tree.sequence)
+        graph = data_edges.with_tensor_edges(graph, events, tree.parent, execution)
+    observed = observed_steps(events, graph.steps_s / MICROSECOND + graph.origin_us)
+    graph = data_edges.with_sequence_edges(data_edges.without_observed_steps(graph, observed), tree.sequence)
     warnings, optimizer = [*graph.warnings], any(each.name.startswith("Optimizer.step") for each in events.annotations)
     if len(events.ops) and not optimizer and not (tree.phase == 1).any():
         warnings.append("no backward pass and no optimizer: this looks like inference")
@@ -92,7 +81,10 @@ def _device_graph(events: RankEvents, tree: CallTree, world_size: int, placement
     StreamWaits(events, parts, mask_of(events), picked(tree.call_phase, rows, -1)).add()
     built = _assembly(events, tree, steps, parts)
     _set_works(built, events, tree, parts, CollectiveNodes(events, world_size, placement))
-    graph = built.graph("cuda", _device_name(events), events.num_events)
+    properties = events.header.get("deviceProperties")
+    devices = [each for each in properties if isinstance(each, dict)] if isinstance(properties, list) else []
+    used = [each for each in devices if each.get("id") in {device for device, _ in events.streams}]
+    graph = built.graph("cuda", shorten(str([*used, *devices, {}][0].get("name", ""))), events.num_events)
     record = HostRecord(
         spans=segment_spans(events, graph.origin_us),
         calls_s=(host_call_starts(events, None) - graph.origin_us) * MICROSECOND,
@@ -196,13 +188,6 @@ def _assembly(events: RankEvents, tree: CallTree, steps: Steps, parts: Parts) ->
     return built
 
 
-def _device_name(events: RankEvents) -> str:
-    properties = events.header.get("deviceProperties") or []
-    devices = [each for each in properties if isinstance(each, dict)] if isinstance(properties, list) else []
-    used = [each for each in devices if each.get("id") in {device for device, _ in events.streams}]
-    return shorten(str([*used, *devices, {}][0].get("name", "")))
-
-
 def lateness(graph: Program) -> Floats:
     """``(n,)``: seconds by which each node starts later than its dependencies explain; 0 for nodes without any."""
     earliest = np.full(len(graph), -np.inf)
@@ -232,11 +217,8 @@ def _with_unrecorded(graph: Program) -> Program:
     begin = graph.start_s[chosen] - late[chosen]
     idle[chosen] -= covered(graph.start_s[busy], graph.end_s[busy], begin, graph.start_s[chosen])
     idle[(idle < _IDLE_GAP_US * MICROSECOND) | (idle < _IDLE_SHARE * late)] = 0.0
-    warnings = graph.warnings
-    if idle.any():
-        told = (
-            f"work is missing: the device computes nothing in {int((idle > 0).sum())} gaps of "
-            f"{1e3 * idle.sum():.1f} ms in all, although work was launched; they count as work that was not recorded"
-        )
-        warnings = (*warnings, told)
-    return graph.replace(unrecorded_s=idle, warnings=warnings)
+    told = (
+        f"work is missing: the device computes nothing in {int((idle > 0).sum())} gaps of "
+        f"{1e3 * idle.sum():.1f} ms in all, although work was launched; they count as work that was not recorded"
+    )
+    return graph.replace(unrecorded_s=idle, warnings=(*graph.warnings, *([told] if idle.any() else [])))

@@ -48,8 +48,7 @@ class StreamWaits:
 
     def add(self) -> None:
         """Add all edges of synchronisation."""
-        recorded = self._recorded()
-        if not recorded:
+        if not self._recorded():
             self._inferred()
         self._late_starts()
         pairs = np.array(list(self._pairs), dtype=np.int64).reshape(-1, 2)
@@ -150,12 +149,9 @@ class StreamWaits:
         chosen = [number for number, name in enumerate(events.names) if "StreamWaitEvent" in name]
         calls = np.flatnonzero(np.isin(events.runtime["name"], chosen))
         if not len(calls):
-            main = self._main_stream()
-            rows = np.flatnonzero(self._collective & (self._stream != main))
+            rows = np.flatnonzero(self._collective & (self._stream != self._main_stream()))
             return [(row, float(self._issued[row]) - 1e-3) for row in rows.tolist()]
-        found: dict[int, float] = {}
-        threads = events.runtime["thread"]
-        launched = np.flatnonzero(parts.row >= 0)
+        found, threads, launched = dict[int, float](), events.runtime["thread"], np.flatnonzero(parts.row >= 0)
         for thread in np.unique(threads[calls]).tolist():
             own = launched[threads[parts.row[launched]] == thread]
             own = own[np.argsort(self._issued[own], kind="stable")]
@@ -180,10 +176,8 @@ class StreamWaits:
 
     def _late_starts(self) -> None:
         """Waits that are visible only in the times."""
-        late = self._lateness()
-        order = np.argsort(self._end, kind="stable")
-        ends = self._end[order]
-        within = np.minimum(_within(late), late)
+        late, order = self._lateness(), np.argsort(self._end, kind="stable")
+        ends, within = self._end[order], np.minimum(_within(late), late)
         waited = {after for before, after in self._pairs if self._start[after] - self._end[before] <= within[after]}
         for row in np.flatnonzero(late > _LATE_US).tolist():
             if row in waited:
@@ -219,10 +213,9 @@ class StreamWaits:
 
     def _host_waits(self) -> None:
         """Calls of the host that wait for streams, for an event or for their own copy."""
-        calls, base = self._parts.calls, len(self._parts.calls)
+        calls, base, pairs = self._parts.calls, len(self._parts.calls), list[tuple[int, int]]()
         own = {runtime: row for row, runtime in enumerate(self._parts.row.tolist())}
         said = {args.get("correlation"): args for args in self._events.syncs}
-        pairs: list[tuple[int, int]] = []
         for call in self._parts.waits[self._parts.waits >= 0].tolist():
             runtime, begin, end = int(calls["row"][call]), float(calls.start[call]), float(calls.end[call])
             found = [own[runtime]] if runtime in own else self._awaited(runtime, begin, end, said)
@@ -236,7 +229,7 @@ class StreamWaits:
     def _awaited(self, runtime: int, begin: float, end: float, said: dict[Any, dict[str, Any]]) -> list[int]:
         """The work that a synchronising call of the host waits for."""
         events = self._events
-        name = events.names[int(events.runtime["name"][runtime])]
+        name = events.names[events.runtime["name"][runtime]]
         args = said.get(int(events.runtime["correlation"][runtime]), {})
         everything = [self._last(stream, begin) for stream in self._by_stream]
         if "DeviceSynchronize" in name or "Free" in name or args.get("cuda_sync_kind") == "Context Sync":
@@ -249,7 +242,6 @@ class StreamWaits:
             return []
         late = [row for row in everything if row >= 0 and -_SLACK_US <= end - self._end[row] <= _MOST_LEFT_US]
         if not late:  # an event within a stream: the newest one that ended during the wait
-            late = np.flatnonzero(
-                (self._issued < begin) & (self._end <= end + _SLACK_US) & (self._end > begin)
-            ).tolist()
+            ended = (self._end <= end + _SLACK_US) & (self._end > begin)
+            late = np.flatnonzero((self._issued < begin) & ended).tolist()
         return [max(late, key=lambda row: float(self._end[row]))] if late else []

@@ -75,15 +75,7 @@ class CapturedStep:
 
 
 def time_captured(graphs: Sequence[Program], latency: LatencyModel) -> CapturedStep:
-    """Time one captured step.
-
-    Args:
-        graphs: Of the captured ranks.
-        latency: How long ops and collectives take.
-
-    Raises:
-        CaptureError: If the ranks deadlock.
-    """
+    """Time one captured step of some ranks; raises ``CaptureError`` if they deadlock."""
     alone = tuple(timer_of(latency).work_seconds(graph.works) for graph in graphs)
     host, found = host_times(latency), []
     for graph, seconds in zip(graphs, alone, strict=True):
@@ -145,9 +137,7 @@ def _timed_on_host(graph: Program, alone: Floats, host: HostTimes) -> tuple[Prog
 
 
 def _lost_to_overlap(graph: Program, seconds: Floats, share: float) -> Floats:
-    """Seconds that ops lose to overlapping collectives, by cause: charged to the next op after the issue, unless it
-    waits for it.
-    """
+    """Seconds by cause that ops lose to overlapping collectives: the next op after each issue, if it does not wait."""
     lost, nodes = np.zeros((len(CAUSES), len(graph))), graph.columns
     ops = np.flatnonzero((nodes["kind"] == OP) & (nodes["stream"] == COMPUTE))
     sent = np.flatnonzero((nodes["kind"] == COLLECTIVE) & (nodes["stream"] != COMPUTE) & (share > 0))
@@ -210,10 +200,9 @@ def _count_gap(step: CapturedStep, place: int, node: int, now: float, found: dic
 
 def axis_of(graph: Program, node: int) -> str:
     """The entry of ``CAUSES`` that a collective's time counts as; for an op, ``dp_communication``."""
-    work = graph.works[graph.columns["work"][node]] if graph.columns["work"][node] >= 0 else None
-    if work is None or isinstance(work, Op):
+    if graph.columns["kind"][node] != COLLECTIVE:
         return "dp_communication"
-    if work.kind == "send_recv":
+    if graph.kind_of(node) == "send_recv":
         return "pp_communication"
     group = int(graph.columns["group"][node])
     name = (graph.groups[group][0] if group >= 0 else graph.streams[graph.columns["stream"][node]]).lower()
@@ -227,10 +216,7 @@ _LEAST_CHANGE = 0.002  # share of the peak: smaller changes of memory are not dr
 def step_timeline(step: CapturedStep, memory: Sequence[NDArray[np.int64]], name: str) -> Iterator[bytes]:
     """A timeline as pieces of JSON: a process for each rank, a thread for each stream.
 
-    Args:
-        step: The timed step.
-        memory: Bytes of tensors when each node of each rank is issued, drawn where the computation changes it visibly.
-        name: Of the script.
+    ``memory``: bytes of tensors when each node of each rank is issued, drawn where the computation changes it visibly.
     """
     writer, first = StepWriter(step.walked.joined, step.walked.start_s, step.walked.end_s), step.walked.joined.first
 

@@ -134,9 +134,7 @@ def longest_path(walked: Walk) -> list[int]:
 
 
 def critical_path(walked: Walk) -> dict[str, float]:
-    """Seconds of the longest path of a walk: by family of ops, of the ``host``, and of ``device_delays`` between
-    them.
-    """
+    """Seconds of the longest path of a walk by family of ops, of ``host``, and of ``device_delays`` between them."""
     joined, families = walked.joined, defaultdict[str, float](float)
     for node in longest_path(walked):
         place, before = joined.rank_of(node), walked.before(node)

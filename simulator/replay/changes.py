@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import eq
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,15 +45,9 @@ class Tally:
 
 
 def faster(graphs: Graphs, tally: Tally, what: str, factor: float) -> list[Program]:
-    """Divide the durations of the named ops by a factor.
+    """Divide the durations of the named ops by a factor above 0.
 
-    Args:
-        graphs: Of the ranks.
-        what: A kind or family of ops, a kind of collective, ``communication``, ``host``, or a part of kernels' names.
-        factor: Above 0; below 1 it is slower.
-
-    Raises:
-        StepsightError: If nothing is so named.
+    ``what``: a kind or family of ops, a kind of collective, ``communication``, ``host``, or a part of kernels' names.
     """
     if not factor > 0:
         raise StepsightError(f"a factor must be > 0, got {what}={factor:g}")
@@ -117,11 +112,7 @@ def _host_free(graphs: Graphs, option: str, loading: float) -> list[Program]:
 
 
 def without_straggler(graphs: Graphs, _: Tally) -> list[Program]:
-    """Let the rank whose ops take longest compute like the median of the others.
-
-    Raises:
-        StepsightError: If there are fewer than two ranks.
-    """
+    """Let the rank whose ops take longest compute like the median of the others."""
     if len(graphs) < 2:
         raise StepsightError(f"--remove-straggler needs traces of at least two ranks, got {len(graphs)}")
     ordered = [graph.edge_columns["why"] == WHY_NUMBER[Dependency.HOST_ORDER] for graph in graphs]
@@ -155,23 +146,18 @@ def on_latencies(graphs: Graphs, tally: Tally, before: LatencyModel, after: Late
     Ops of unknown sizes change as the memory bandwidths of the devices differ.
     """
     plain = before.hardware.memory_bandwidth_bytes_per_s / after.hardware.memory_bandwidth_bytes_per_s
-    return [_scaled(graph, [(work, work) for work in graph.works], (before, after), plain, tally) for graph in graphs]
+    return [_scaled(graph, graph.works, (before, after), plain, tally) for graph in graphs]
 
 
 def with_batch(graphs: Graphs, tally: Tally, factor: float, latency: LatencyModel) -> list[Program]:
-    """Multiply the size of every micro-batch; the optimizer, gradients and the host do not change.
-
-    Raises:
-        StepsightError: If the factor is not above 0.
-    """
+    """Multiply the size of every micro-batch; the optimizer, gradients and the host do not change."""
     if not factor > 0:
         raise StepsightError(f"--batch must be a factor > 0, got {factor:g}")
     out = []
     for graph in graphs:
         # gradients and parameters, whose sizes do not depend on the batch, are sent in backward and in the optimizer
         sent = (graph.columns["kind"] == COLLECTIVE) & (graph.columns["phase"] != 0)
-        pairs = [(work, _larger(work, factor)) for work in graph.works]
-        changed = _scaled(graph, pairs, (latency, latency), factor, tally)
+        changed = _scaled(graph, [_larger(work, factor) for work in graph.works], (latency, latency), factor, tally)
         fixed = (graph.columns["phase"] == _OPTIMIZER) | sent
         out.append(graph.replace(duration_s=np.where(fixed, graph.duration_s, changed.duration_s)))
     return out
@@ -182,9 +168,6 @@ def with_replicas(graphs: Graphs, tally: Tally, factor: int, latency: LatencyMod
 
     A node holds as many ranks as the trace says, at most ``DEVICES_PER_NODE`` of a group that is said to share one.
     Waiting for ranks that come late is not scaled.
-
-    Raises:
-        StepsightError: If no collective is one of all ranks.
     """
     world, out = graphs[0].world_size, []
     for graph in graphs:
@@ -194,11 +177,10 @@ def with_replicas(graphs: Graphs, tally: Tally, factor: int, latency: LatencyMod
                 per_node = work.ranks_per_node if work.ranks_per_node < world else DEVICES_PER_NODE
                 size = world * factor
                 grown[place] = replace(work, group_size=size, ranks_per_node=min(per_node, size))
-        pairs = list(zip(graph.works, grown, strict=True))
-        if not any(old != new for old, new in pairs):
+        same = np.array([*map(eq, graph.works, grown), True], dtype=np.bool_)
+        if same.all():
             raise StepsightError(f"--replicas needs collectives of all {world} ranks, got none in rank {graph.rank}")
-        same = np.array([*(old == new for old, new in pairs), True], dtype=np.bool_)[graph.columns["work"]]
-        changed = _scaled(graph, pairs, (latency, latency), 1.0, tally)
+        same, changed = same[graph.columns["work"]], _scaled(graph, grown, (latency, latency), 1.0, tally)
         out.append(graph.replace(duration_s=np.where(same, graph.duration_s, changed.duration_s)))
     return out
 
@@ -213,20 +195,17 @@ def _larger(work: Op | Collective, factor: float) -> Op | Collective:
 
 def _scaled(
     graph: Program,
-    pairs: Sequence[tuple[Op | Collective, Op | Collective]],
+    works: Sequence[Op | Collective],
     models: tuple[LatencyModel, LatencyModel],
     plain: float,
     tally: Tally,
 ) -> Program:
-    """Scale durations by the models' predictions for each signature before and after; by ``plain`` if the models cannot
-    predict it.
-    """
-    old, new = (sized_seconds(models[side], [pair[side] for pair in pairs]) for side in range(2))
+    """Scale durations by what the models predict for each work before and for the one instead; else by ``plain``."""
+    old, new = sized_seconds(models[0], graph.works), sized_seconds(models[1], works)
     known = np.append(~np.isnan(old + new), False)
-    of_unknown = [1.0 if isinstance(work, Collective) else plain for work, _ in pairs]
+    of_unknown = [1.0 if isinstance(work, Collective) else plain for work in works]
     ratios = np.append(np.where(known[:-1], new / np.maximum(old, 1e-12), of_unknown), plain)
-    work = graph.columns["work"]
-    device = graph.on_device
+    work, device = graph.columns["work"], graph.on_device
     for predicted in (True, False):
         tally.add(float(graph.duration_s[device & (known[work] == predicted)].sum()), predicted)
     return graph.replace(duration_s=np.where(device, graph.duration_s * ratios[work], graph.duration_s))
@@ -253,16 +232,13 @@ def with_buckets(graphs: Graphs, tally: Tally, num_bytes: float, latency: Latenc
 
     Each bucket runs when its last part was ready on all ranks.  It takes what its parts took together, those that ran
     at once counted once, times what the latency model says one message takes beside its parts.
-
-    Raises:
-        StepsightError: If there are no gradient all-reduces, or they are larger already.
     """
     arrived, (met, offsets) = [graph.start_s.copy() for graph in graphs], meetings(graphs)
     for members in met:  # when the last rank reached each node, on each rank's own clock
         latest = max(float(graphs[place].start_s[node]) + offsets[place] for place, node in members.items())
         for place, node in members.items():
             arrived[place][node] = min(latest - offsets[place], float(graphs[place].end_s[node]))
-    out, joined = [], 0
+    out, joined = [], False
     for graph, reached in zip(graphs, arrived, strict=True):
         duration, end = graph.duration_s.copy(), graph.end_s
         for bucket in _buckets(graph, num_bytes):
@@ -275,7 +251,7 @@ def with_buckets(graphs: Graphs, tally: Tally, num_bytes: float, latency: Latenc
             duration[bucket] = 0.0
             duration[bucket[-1]] = waited + seconds * float(each[0] / each[1:].sum())
             tally.add(seconds, True)
-            joined += 1
+            joined = True
         out.append(graph.replace(duration_s=duration))
     if not joined:
         raise StepsightError(f"--bucket-mb joins gradient all-reduces, got none smaller than {num_bytes / 1e6:g} MB")
@@ -286,12 +262,10 @@ def _buckets(graph: Program, num_bytes: float) -> list[list[int]]:
     """Groups of at least two all-reduces in backward that are merged."""
     kinds = np.array([*(work.kind == "all_reduce" for work in graph.works), False], dtype=np.bool_)
     step, work = graph.columns["step"], graph.columns["work"]
-    found: list[list[int]] = [[]]
-    size = 0.0
+    found, size = [list[int]()], 0.0
     for node in np.flatnonzero(kinds[work] & (graph.columns["phase"] == 1) & (step >= 0)).tolist():
         if found[-1] and (size >= num_bytes or step[found[-1][-1]] != step[node]):
-            found.append([])
-            size = 0.0
+            found, size = [*found, []], 0.0
         found[-1].append(node)
         size += graph.works[work[node]].num_bytes
     return [bucket for bucket in found if len(bucket) > 1]
@@ -306,10 +280,6 @@ def as_timed(graphs: Graphs, iteration_s: float) -> list[Program]:
 
     All ops and the host's own work take the same part of their profiled time.  Collectives stay as they are, because a
     profiler does not slow what worker threads send.  Graphs of devices stay too: their kernels run at their own pace.
-
-    Args:
-        graphs: Of all ranks of a run.
-        iteration_s: A step without a profiler.
     """
     if any(graph.device != "cpu" for graph in graphs) or replay(graphs).replayed_s <= iteration_s:
         return list(graphs)

@@ -39,11 +39,7 @@ def captured_job(job: Job) -> Captured:
 
 
 def unmeasured_run(path: Path) -> UnmeasuredRun:
-    """The graphs of a job file, or of the folder of a captured script, for a dataset.
-
-    Raises:
-        StepsightError: If it is neither.
-    """
+    """The graphs of a job file, or of the folder of a captured script, for a dataset."""
     if not path.is_dir():
         return unmeasured_job(Job.from_file(path))
     captured = read_captured(path)
@@ -61,11 +57,10 @@ def unmeasured_job(job: Job) -> UnmeasuredRun:
         first.setdefault((stage, segment), micro)
     first |= {(stage, segment): 0 for stage, segment in enumerate(low.optimizer[: low.num_stages].tolist())}
     segments = []
-    for (stage, number), micro_batch in sorted(first.items()):
+    for (stage, number), micro in sorted(first.items()):
         program, rank = low.segments[number].program, int(layout.ranks_of_stage(stage)[0])
         none = np.full(len(program), np.nan)
-        segment = TracedSegment(program, none, program.label, rank, busy, job.name, 0, micro_batch, stage)
-        segments.append(segment)
+        segments.append(TracedSegment(program, none, program.label, rank, busy, job.name, 0, micro, stage))
     return UnmeasuredRun(job.name, job, job_programs(job, hardware), segments)
 
 
@@ -98,14 +93,12 @@ class _Stage:
     def __init__(self, lowered: Lowered, stage: int, ranks: list[int]) -> None:
         self._lowered, self._stage, self._ranks = lowered, stage, ranks
         self._parts: list[Program] = []
+        self._phases: list[int] = []  # of each node
         self._edges: list[tuple[int, int]] = []
-        self._phases: list[int] = []  # of each part
         self._messages: list[tuple[int, int, int]] = []  # node, number of the message, and the other stage
         self._wires: dict[tuple[Collective, str], Program] = {}
-        self._lasts: dict[int, dict[str, int]] = {}  # of each distinct part, the last node on each of its streams
         self._posted: dict[int, int] = {}  # node of each message
         self._newest: dict[str, int] = {}  # node on each stream, those of messages left out
-        self._count = 0
         self._reached: list[int] = []  # nodes that the next pass waits for
 
     def program(self) -> Program:
@@ -126,8 +119,7 @@ class _Stage:
         self._reached = sorted({*self._reached, *self._newest.values()})  # no gradient is on its way any more
         self._pass(low.segments[int(low.optimizer[stage])], PHASES.index("optimizer"))
         joined = Program.of_parts(self._parts)
-        lengths = [len(part) for part in self._parts]
-        columns = {**joined.columns, "phase": np.repeat(np.array(self._phases), lengths)}
+        columns = {**joined.columns, "phase": np.array(self._phases)}
         group = np.where(columns["kind"] == COLLECTIVE, columns["stream"], -1)
         seq = np.where(group >= 0, positions(group), -1)
         names = [f"{stream}_stage{stage}".replace(" ", "_") for stream in joined.streams]
@@ -145,7 +137,7 @@ class _Stage:
 
     def _pass(self, segment: Segment, phase: int) -> None:
         """A pass starts when the one before it has ended on the stream of the computation."""
-        graph, first = segment.graph, self._count
+        graph, first = segment.graph, len(self._phases)
         entries = np.flatnonzero((np.diff(graph.pointer) == 0) & ~graph.early) + first
         last = np.ones(len(graph.work), dtype=np.bool_)
         last[graph.before] = False
@@ -155,12 +147,11 @@ class _Stage:
         self._reached = (np.flatnonzero(last) + first).tolist() or self._reached
 
     def _append(self, part: Program, phase: int) -> None:
+        streams, count = part.columns["stream"], len(self._phases)
+        lasts = {name: np.flatnonzero(streams == number)[-1:].tolist() for number, name in enumerate(part.streams)}
+        self._newest |= {name: count + place for name, places in lasts.items() for place in places}
         self._parts.append(part)
-        self._phases.append(phase)
-        if id(part) not in self._lasts:
-            self._lasts[id(part)] = {node.stream: place for place, node in enumerate(part.nodes)}
-        self._newest |= {stream: self._count + place for stream, place in self._lasts[id(part)].items()}
-        self._count += len(part)
+        self._phases += [phase] * len(part)
 
     def _post(self, message: int, phase: int, *, arrives: bool) -> None:
         """Add this stage's side of a message, which begins when both sides have come to it."""
@@ -169,9 +160,7 @@ class _Stage:
         other = int(track.stage[source if arrives else target])
         name = f"{KIND_NAMES[int(track.kind[source])]}{int(track.part[source])}"
         key = (low.messages[int(low.message[message])], f"pp {name} {'from' if arrives else 'to'} stage {other}")
-        if key not in self._wires:
-            self._wires[key] = Program([Node(*key)])
-        self._messages.append((self._count, message, other))
-        self._append(self._wires[key], phase)
+        self._messages.append((len(self._phases), message, other))
+        self._append(self._wires.setdefault(key, Program([Node(*key)])), phase)
         self._posted[message] = self._newest.pop(key[1])
         self._edges += [(before, self._posted[message]) for before in self._reached]

@@ -26,10 +26,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(eq=False)
 class Joined:
-    """The graphs of all ranks as one list of nodes, followed by the meetings of collectives.
-
-    Shapes: ``n`` nodes of ranks, ``m`` meetings, ``e`` edges of ranks, ``c`` members of meetings.
-    """
+    """The graphs of all ranks as one list: ``n`` nodes with ``e`` edges, then ``m`` meetings of ``c`` members."""
 
     graphs: Sequence[Program]  # of the ranks
     first: list[int]  # (ranks + 1,): where the nodes of each rank begin, and where the meetings do
@@ -109,11 +106,7 @@ def join(graphs: Sequence[Program]) -> Joined:
 
 
 def walk(joined: Joined) -> Walk:
-    """Walk a joined graph: every node starts as soon as its dependencies allow.
-
-    Raises:
-        TraceError: If the dependencies of the ranks contradict each other.
-    """
+    """Walk a joined graph; raises ``TraceError`` if the dependencies of the ranks contradict each other."""
     count = len(joined.seconds)
     by_target = np.argsort(joined.target, kind="stable").astype(np.int32)
     pointer = np.searchsorted(joined.target[by_target], np.arange(count + 1)).astype(np.int32)
@@ -217,18 +210,13 @@ class Replay:
 
 
 def replay(graphs: Sequence[Program]) -> Replay:
-    """Replay the traced steps of a run.
-
-    Raises:
-        TraceError: If no step was traced, or the ranks contradict each other.
-    """
+    """Replay the traced steps of a run; raises ``TraceError`` if there are none, or the ranks contradict each other."""
     if not graphs or not any(len(graph.steps_s) for graph in graphs):
         raise TraceError("a replay needs at least one traced step, got none: profile with a schedule, or more steps")
     walked = walk(join(graphs))
     arrivals, first = walked.arrivals(), walked.joined.first
-    ranks: list[RankReplay] = []
-    streams: list[StreamReplay] = []
-    idle, unrecorded, whole = 0.0, 0.0, 0.0
+    ranks, streams = list[RankReplay](), list[StreamReplay]()
+    idle = unrecorded = whole = 0.0
     for graph, begin in zip(graphs, first, strict=False):
         count = len(graph.steps_s)
         if not count:
@@ -237,19 +225,18 @@ def replay(graphs: Sequence[Program]) -> Replay:
         measured = _span(graph, graph.start_s, graph.end_s)
         ranks.append(RankReplay(graph.rank, measured / count, _span(graph, start, end) / count))
         whole += measured
-        late, inside = lateness(graph) - graph.unrecorded_s, (graph.columns["step"] >= 0) & graph.on_device
+        late = lateness(graph) - graph.unrecorded_s
         own: list[tuple[StreamReplay, float]] = []  # with what was not recorded
         for number, name in enumerate(graph.streams):
             mine = (graph.columns["step"] >= 0) & (graph.columns["stream"] == number)
-            nodes = np.flatnonzero(mine & inside)
+            nodes = np.flatnonzero(mine & graph.on_device)
             if len(nodes):
                 times = (float(each[nodes].sum()) for each in (graph.duration_s, end - start, late))
                 own.append((StreamReplay(graph.rank, name, *times), float(graph.unrecorded_s[mine].sum())))
         streams += [each for each, _ in own]
         if own:
             busiest, lost = max(own, key=lambda each: each[0].measured_busy_s)
-            idle += busiest.unexplained_idle_s
-            unrecorded += lost
+            idle, unrecorded = idle + busiest.unexplained_idle_s, unrecorded + lost
     shares = [100.0 * seconds / whole if whole else 0.0 for seconds in (idle, unrecorded)]
     return Replay(walked, tuple(ranks), tuple(streams), *shares)
 

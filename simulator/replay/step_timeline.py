@@ -21,10 +21,7 @@ Floats = NDArray[np.float64]
 class StepWriter(TraceWriter):
     """Writes the nodes of joined graphs, a process for each rank and a thread for each stream.
 
-    Args:
-        joined: The graphs.
-        start_s, end_s: Of each node of the ranks, one rank after the other.
-        notes: Texts and numbers beside the signature, by node of these.
+    ``start_s`` and ``end_s``, ``(n,)``: of the nodes of the ranks; ``notes``: texts and numbers beside signatures.
     """
 
     def __init__(
@@ -93,10 +90,7 @@ def traced_timeline(walked: Walk, predicted: Sequence[Floats] | None, name: str)
     Nodes of the critical path are marked and shown once more in a process of their own; each rank has a thread with the
     cause of each idle time, and a counter of kernels that are launched and have not started.
 
-    Args:
-        walked: The replay.
-        predicted: Of each rank, seconds of each node as a latency model predicts them; NaN: unknown.
-        name: Of the run.
+    ``predicted``: of each rank, seconds of each node as a latency model predicts them; NaN: unknown.
     """
     joined = walked.joined
     start = np.concatenate([g.start_s + at for g, at in zip(joined.graphs, joined.offset_s, strict=True)])
@@ -110,8 +104,7 @@ def traced_timeline(walked: Walk, predicted: Sequence[Floats] | None, name: str)
                 notes[node]["predicted_us"] = round(1e6 * seconds, 3)
     for node in path:
         notes[node]["critical"] = True
-    writer = StepWriter(joined, start, end, notes)
-    told = {"run": name, "measured": True}
+    writer, told = StepWriter(joined, start, end, notes), {"run": name, "measured": True}
     return writer.whole(told, chain(writer.nodes(), writer.replayed(walked, path, first_s)))
 
 
@@ -144,15 +137,14 @@ def kernel_table(graphs: Sequence[Program]) -> list[dict[str, Any]]:
     runs: defaultdict[tuple[str, str], list[Floats]] = defaultdict(list)
     for kernel, seconds in kernel_seconds(graphs).items():
         runs[kernel.name, kernel.kind].append(seconds)
-    rows = [(name, kind, np.concatenate(parts)) for (name, kind), parts in runs.items()]
-    rows.sort(key=lambda row: -float(row[2].sum()))
-    whole = sum(float(seconds.sum()) for _, _, seconds in rows) or 1.0
-    return [
-        {"name": name, "kind": kind, "count": len(each), "seconds": float(each.sum()), "mean_s": float(each.mean())}
-        | {"min_s": float(each.min()), "max_s": float(each.max())}
-        | {"percent": 100.0 * float(each.sum()) / whole}
-        for name, kind, each in rows
-    ]
+    found: list[dict[str, Any]] = []
+    for (name, kind), parts in runs.items():
+        each = np.concatenate(parts)
+        spread = {f"{of}_s": float(getattr(each, of)()) for of in ("mean", "min", "max")}
+        found.append({"name": name, "kind": kind, "count": len(each), "seconds": float(each.sum()), **spread})
+    whole = sum(row["seconds"] for row in found) or 1.0
+    found.sort(key=lambda row: -row["seconds"])
+    return [{**row, "percent": 100.0 * row["seconds"] / whole} for row in found]
 
 
 def launch_times(graph: Program) -> tuple[Floats, Floats]:
