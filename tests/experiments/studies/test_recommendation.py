@@ -31,6 +31,11 @@ def test_steps_are_judged_by_a_predictor_of_other_models(tmp_path: Path, monkeyp
     monkeypatch.setattr(recommendation, "_TAUGHT", 1)
     monkeypatch.setattr(recommendation, "SCRIPT", Path(__file__).parents[3] / recommendation.SCRIPT)
     told, _ = recommendation.run_steps(argparse.Namespace(out=tmp_path, models=1, rounds=1, event_seconds=1.0))
-    assert told["steps, least"]["judged"] == 3 and told["unequal exchanges, least"]["judged"] == len(
-        recommendation.SPLITS
-    )
+    assert {told[f"steps, least, {name}"]["judged"] for name in ("alone", "calibrated")} == {3}
+    assert told["unequal exchanges, least"]["judged"] == len(recommendation.SPLITS)
+
+
+def test_steps_need_the_script_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="begin it in the root of a checkout"):
+        recommendation.run_steps(argparse.Namespace(out=tmp_path / "out", models=1, rounds=1, event_seconds=1.0))
