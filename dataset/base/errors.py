@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 
 SHOWN = 80  # characters of a value in an error
+_MOST = 1400  # characters of a message: a job may break many rules
 _LONG = re.compile(r"\S{300,}")  # a word that is longer than any path that people type
 
 
@@ -45,7 +46,7 @@ def repeated(names: Iterable[str], most: int = 3) -> str:
 
 
 # What a value that is none of a reader's raises, in a file that is none of its format.
-MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
@@ -55,11 +56,15 @@ def printable(text: str) -> str:
 
 
 class StepsightError(ValueError):
-    """A mistake that the user can correct; very long words of the message are shortened."""
+    """A mistake that the user can correct; very long words, and the middle of a very long message, are left out."""
 
     def __init__(self, *arguments: object) -> None:
-        short = [_LONG.sub(lambda word: shorten(word[0]), a) if isinstance(a, str) else a for a in arguments]
-        super().__init__(*short)
+        super().__init__(*(_cut(told) if isinstance(told, str) else told for told in arguments))
+
+
+def _cut(text: str) -> str:
+    text = _LONG.sub(lambda word: shorten(word[0]), text)
+    return text if len(text) <= _MOST else f"{text[: _MOST * 3 // 4]} ... {text[-_MOST // 4 :]}"
 
 
 class JobError(StepsightError):

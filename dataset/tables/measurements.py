@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _TEXTS = ("device", "fabric", "software", "source")
 _META = b"stepsight.measurements"
 _SIGNATURE = ("kind", "dims", "dtype", "num_bytes", "group_size", "ranks_per_node")  # "" or 0 where a work has none
+LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e6  # of one call: others are mistakes of typing or of units
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Measurements:
 
     Attributes:
         works: What was measured, shape ``[rows]``; equal signatures may come many times.
-        seconds: Time of one call, float64 ``[rows]``, positive and finite.
+        seconds: Time of one call, float64 ``[rows]``.
         device: Hardware preset, or a name of that style where there is no preset; "" where the source names none.
         fabric: Fabric preset of a collective, or a name of that style; "" for an op.
         software: Framework or library with its version, and the kernel where the source tells it.
@@ -71,8 +72,8 @@ class Measurements:
             )
         if not all(isinstance(text, str) for name in _TEXTS for text in set(getattr(self, name))):
             raise TableError(f"{', '.join(_TEXTS)} of a measurement must be texts")
-        if not (np.isfinite(self.seconds) & (self.seconds > 0)).all():
-            raise TableError("seconds of a measurement must be positive and finite")
+        if not ((self.seconds >= LEAST_SECONDS) & (self.seconds <= MOST_SECONDS)).all():
+            raise TableError(f"seconds of a measurement must be from {LEAST_SECONDS:g} to {MOST_SECONDS:g}")
 
     def __len__(self) -> int:
         return len(self.works)
@@ -228,7 +229,6 @@ def chip_name(name: str) -> str:
 
 NO_TIME = "no time"
 COPY = "equal in all to another row"
-LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e6  # of one call: others are mistakes of typing or of units
 
 
 class Rows:

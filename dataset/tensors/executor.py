@@ -31,15 +31,16 @@ def run(program: TensorStep, values: Mapping[str, Any]) -> dict[str, Array]:
         assert not away, f"{call.op} of stage {call.stage} reads {away} of other stages"
         home |= dict.fromkeys(call.writes, call.settings.get("to", call.stage))
         reads, made = [held[name] for name in call.reads], [program.shapes[name] for name in call.writes]
-        if call.op in ("all_reduce", "join", "piece") and call.settings.get("axis"):
-            outputs = [_exchanged(call, reads[0], list(program.axes).index(call.settings["axis"]), len(sizes))]
-        else:
-            with named(f"{call.op} of {call.name!r:.80}"):
+        with named(f"{call.op} of {call.name!r:.80}"):
+            if call.op in ("all_reduce", "join", "piece") and call.settings.get("axis"):
+                outputs = [_exchanged(call, reads[0], list(program.axes).index(call.settings["axis"]), len(sizes))]
+            else:
                 ranks = [compute(call, [each[place] for each in reads], made) for place in np.ndindex(*sizes)]
-            outputs = [np.stack(each).reshape(*sizes, *each[0].shape) for each in zip(*ranks, strict=True)]
-        for name, value, shape in zip(call.writes, outputs, made, strict=True):
-            assert value.shape == (*sizes, *shape), f"{call.op} {name}: {value.shape} is not {shape}"
-            held[name] = value
+                outputs = [np.stack(each).reshape(*sizes, *each[0].shape) for each in zip(*ranks, strict=True)]
+            for name, value, shape in zip(call.writes, outputs, made, strict=True):
+                if value.shape != (*sizes, *shape):
+                    raise ValueError(f"{name} has the shape {value.shape[len(sizes) :]}, the file says {shape}")
+                held[name] = value
     laid = {name: [spec for _, spec in program.laid.get(name, ())] for name in program.outputs}
     return {name: _assembled(held[tensor], laid[name]) for name, tensor in program.outputs.items()}
 

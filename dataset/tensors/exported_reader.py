@@ -7,6 +7,7 @@ import json
 import math
 import re
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from stepsight.dataset.base.bounded import reason
-from stepsight.dataset.base.errors import CaptureError, StepsightError
+from stepsight.dataset.base.errors import MALFORMED, CaptureError, StepsightError
 from stepsight.dataset.base.files import preset
 from stepsight.dataset.capture.record_graph import op_of_call
 from stepsight.dataset.kinds.op import Op
@@ -58,7 +59,7 @@ def open_exported(path: Path, dims: Mapping[str, int]) -> ExportedReader:
         return ExportedReader(tree, dims)
     except StepsightError:
         raise
-    except (OSError, KeyError, TypeError, ValueError, RecursionError, zipfile.BadZipFile) as error:
+    except (*MALFORMED, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise CaptureError(
             f"{path.name} must be a file that torch.export.save wrote, save or copy it again: {reason(error):.200}"
         ) from None

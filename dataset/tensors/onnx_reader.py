@@ -176,7 +176,7 @@ class OnnxReader(ModelReader):
             known = [name for name in reads if name in self.constants]
             data = {name: onnx.numpy_helper.from_array(self.constants[name]) for name in known}
             found = onnx.shape_inference.infer_node_outputs(schema, node, types, data)
-        except onnx.shape_inference.InferenceError as error:
+        except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as error:
             told = " ".join(str(error).split())
             raise CaptureError(f"{_title(node)} must fit its inputs: {told:.200}") from None
         except (onnx.defs.SchemaError, LookupError, RuntimeError):  # an op that the library does not know

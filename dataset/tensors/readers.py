@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.base.errors import CaptureError, StepsightError
+from stepsight.dataset.base.errors import MALFORMED, CaptureError, StepsightError
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tensors.calls import Shapes, TensorCall, layout_of
 from stepsight.dataset.tensors.ranks import TensorStep
@@ -139,7 +139,7 @@ def named(title: str) -> Iterator[None]:
         yield
     except StepsightError:
         raise
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+    except MALFORMED as error:
         why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise CaptureError(f"{title:.160} must be whole and fit its inputs: {why:.200}") from None
 

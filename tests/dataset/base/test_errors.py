@@ -36,3 +36,8 @@ def test_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stepsight.dataset.base.errors.find_spec", lambda name: None)
     with pytest.raises(StepsightError, match=r"stepsight\[collect\]"):
         need("torch")
+
+
+def test_a_message_is_short_whatever_a_library_said() -> None:
+    for told in ("[1.0, 2.0], " * 500, "x" * 5000):
+        assert len(str(StepsightError(f"a file must be whole, got {told}"))) <= 1500

@@ -57,9 +57,9 @@ def test_tables_add_up() -> None:
     assert len(both) == 6 and both.works == table().works * 2 and both.skipped == {"no time": 4}
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, np.nan, np.inf])
+@pytest.mark.parametrize("seconds", [0.0, -1.0, np.nan, np.inf, 1e303])
 def test_a_time_is_positive_and_finite(seconds: float) -> None:
-    with pytest.raises(TableError, match="positive and finite"):
+    with pytest.raises(TableError, match="seconds of a measurement must be from"):
         Measurements((GEMM,), np.array([seconds]), ("",), ("",), ("",), ("x",), {"x": SourceFile("MIT", "")})
 
 

@@ -165,3 +165,17 @@ def test_a_file_that_would_grow_is_refused_before_it_does(tmp_path: Path) -> Non
     for name, rule in (("a.onnx", "at most 60000 nodes and tensors"), ("a.pt2", "at most 33554432 bytes")):
         with pytest.raises(CaptureError, match=rule):
             summary(tmp_path / name)
+
+
+@pytest.mark.parametrize(("place", "byte"), [(8, 99), (10, 99), (60, 255)])
+def test_an_archive_that_cannot_be_unpacked_is_refused(place: int, byte: int, tmp_path: Path) -> None:
+    """The method of compression is none that is known, in one of its two places, or the packed bytes are damaged."""
+    path = tmp_path / "model.pt2"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("m/models/model.json", json.dumps({"graph_module": {"graph": {"nodes": ["x" * 999]}}}))
+    data = bytearray(path.read_bytes())
+    at = data.index(b"PK\x01\x02") if place == 10 else 0
+    data[at + place] = byte
+    path.write_bytes(bytes(data))
+    with pytest.raises(CaptureError, match="must be a file that"):
+        read_model(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +227,11 @@ def test_values_that_do_not_fit_are_refused(files: Path) -> None:
             program.run(values)  # type: ignore[arg-type]
         assert "\n" not in str(error.value), what
     assert np.isfinite(program.run(good)[next(iter(program.outputs))]).all()
+
+
+def test_a_file_whose_shapes_contradict_its_ops_is_refused(files: Path) -> None:
+    program = TensorProgram.load(files / "mlp.onnx")
+    call = program.calls[0]
+    wrong = replace(program, shapes={**program.shapes, call.writes[0]: (1, 1)})
+    with pytest.raises(CaptureError, match="must be whole and fit"):
+        wrong.run(program.random_values())
