@@ -22,6 +22,8 @@ may change in any release.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -69,39 +71,12 @@ if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor as Predictor
 
 __version__ = "0.1.0"
-# Modules are imported when a name of theirs is first used, so that ``import stepsight`` takes milliseconds.
-_MODULES = {
-    "dataset.base.caching": ("clear_caches",),
-    "dataset.configs.drafts": ("Given",),
-    "dataset.configs.formats": ("ConfigJob", "read_configs", "write_config"),
-    "dataset.base.errors": (
-        "CaptureError",
-        "CollectError",
-        "JobError",
-        "PredictorError",
-        "StepsightError",
-        "TableError",
-        "TraceError",
-    ),
-    "dataset.graph.program": ("Program",),
-    "dataset.harness.scripts.step_marks": ("step",),
-    "dataset.job.job": ("BatchSpec", "ClusterSpec", "Job", "ModelSpec", "OptimizerSpec", "ParallelSpec"),
-    "dataset.job.specs": ("OtherDevices", "SlowLink", "Straggler"),
-    "dataset.tensors.program": ("TensorProgram",),
-    "experiments.calibration.calibrate_runs": ("CalibrationReport", "calibrate"),
-    "experiments.evaluation.evaluate": ("Evaluation", "evaluate"),
-    "experiments.search.choices": ("Choice", "SearchResult"),
-    "experiments.search.model_grid": ("ModelGrid", "model_grid"),
-    "experiments.search.search": ("search",),
-    "experiments.search.settings": ("Goal", "Scenarios", "SearchSettings", "Space"),
-    "training.fitting.train_runs": ("train",),
-    "training.prediction.ask_many": ("predict", "predict_many"),
-    "training.prediction.prediction": ("Prediction",),
-    "training.predictor.predictor": ("Predictor",),
-}
-_NAMES = sorted(name for names in _MODULES.values() for name in names)
-if not TYPE_CHECKING:  # type checkers take the imports above
-    __all__ = _NAMES
+# The imports above say what is public.  A module is imported when a name of it is first used, so that ``import
+# stepsight`` takes milliseconds.
+_PUBLIC = re.compile(r"^    from (stepsight\.[\w.]+) import (\w+) as", re.M)
+_MODULES = {name: module for module, name in _PUBLIC.findall(Path(__file__).read_text("utf-8"))}
+if not TYPE_CHECKING:
+    __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
@@ -109,17 +84,16 @@ def __getattr__(name: str) -> Any:
 
     if name in ("optuna", "registries", "testing"):
         return import_module(f"stepsight.{name}")
-    for module, names in _MODULES.items():
-        if name in names:
-            try:
-                value = globals()[name] = getattr(import_module(f"stepsight.{module}"), name)
-            except ModuleNotFoundError as error:
-                from stepsight.dataset.base.errors import missing_extra
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    except ModuleNotFoundError as error:
+        from stepsight.dataset.base.errors import missing_extra
 
-                raise ModuleNotFoundError(missing_extra(error) or str(error), name=error.name) from None
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise ModuleNotFoundError(missing_extra(error) or str(error), name=error.name) from None
+    return value
 
 
 def __dir__() -> list[str]:
-    return [*_NAMES, "__version__"]
+    return [*sorted(_MODULES), "__version__"]

@@ -36,62 +36,42 @@ and readers.
 
 from __future__ import annotations
 
-from stepsight.dataset.base.registry import Registry
-from stepsight.dataset.configs.drafts import ConfigFile, Draft
-from stepsight.dataset.configs.formats import CONFIG_FORMATS, ConfigFormat
-from stepsight.dataset.configs.key_table import ConfigText
-from stepsight.dataset.graph.rank_trace import Placement, RankTrace
-from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, Fabric, Hardware, Link
-from stepsight.dataset.job.frameworks import FRAMEWORKS, Framework
-from stepsight.dataset.job.schedules import SCHEDULES, Schedule, ScheduleKind, loop_placement, v_placement
-from stepsight.dataset.job.specs import FAMILIES
-from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS, CollectiveKind, OpKind
-from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.tables.formats import FORMATS as TABLE_READERS
-from stepsight.dataset.tables.formats import Format
-from stepsight.dataset.tables.measurements import Rows
-from stepsight.dataset.traces.import_traces import TRACE_READERS
-from stepsight.simulator import blocks
-from stepsight.simulator.blocks.family import Family
-from stepsight.simulator.durations.latency_model import LATENCIES, GivenLatency, LatencyModel
-from stepsight.training.predictor.own_context import CONTEXTS
+from stepsight.dataset.base.registry import Registry as Registry
+from stepsight.dataset.configs.drafts import ConfigFile as ConfigFile
+from stepsight.dataset.configs.drafts import Draft as Draft
+from stepsight.dataset.configs.formats import CONFIG_FORMATS as CONFIG_FORMATS
+from stepsight.dataset.configs.formats import ConfigFormat as ConfigFormat
+from stepsight.dataset.configs.key_table import ConfigText as ConfigText
+from stepsight.dataset.graph.rank_trace import Placement as Placement
+from stepsight.dataset.graph.rank_trace import RankTrace as RankTrace
+from stepsight.dataset.hardware.hardware import FABRICS as FABRICS
+from stepsight.dataset.hardware.hardware import HARDWARE as HARDWARE
+from stepsight.dataset.hardware.hardware import Fabric as Fabric
+from stepsight.dataset.hardware.hardware import Hardware as Hardware
+from stepsight.dataset.hardware.hardware import Link as Link
+from stepsight.dataset.job.frameworks import FRAMEWORKS as FRAMEWORKS
+from stepsight.dataset.job.frameworks import Framework as Framework
+from stepsight.dataset.job.schedules import SCHEDULES as SCHEDULES
+from stepsight.dataset.job.schedules import Schedule as Schedule
+from stepsight.dataset.job.schedules import ScheduleKind as ScheduleKind
+from stepsight.dataset.job.schedules import loop_placement as loop_placement
+from stepsight.dataset.job.schedules import v_placement as v_placement
+from stepsight.dataset.job.specs import FAMILIES as FAMILIES
+from stepsight.dataset.kinds import COLLECTIVE_KINDS as COLLECTIVE_KINDS
+from stepsight.dataset.kinds import OP_KINDS as OP_KINDS
+from stepsight.dataset.kinds import CollectiveKind as CollectiveKind
+from stepsight.dataset.kinds import OpKind as OpKind
+from stepsight.dataset.kinds.op import Collective as Collective
+from stepsight.dataset.kinds.op import Op as Op
+from stepsight.dataset.tables.formats import FORMATS
+from stepsight.dataset.tables.formats import Format as Format
+from stepsight.dataset.tables.measurements import Rows as Rows
+from stepsight.dataset.traces.import_traces import TRACE_READERS as TRACE_READERS
+from stepsight.simulator import blocks as blocks
+from stepsight.simulator.blocks.family import Family as Family
+from stepsight.simulator.durations.latency_model import LATENCIES as LATENCIES
+from stepsight.simulator.durations.latency_model import GivenLatency as GivenLatency
+from stepsight.simulator.durations.latency_model import LatencyModel as LatencyModel
+from stepsight.training.predictor.own_context import CONTEXTS as CONTEXTS
 
-__all__ = [
-    "COLLECTIVE_KINDS",
-    "CONFIG_FORMATS",
-    "CONTEXTS",
-    "FABRICS",
-    "FAMILIES",
-    "FRAMEWORKS",
-    "HARDWARE",
-    "LATENCIES",
-    "OP_KINDS",
-    "SCHEDULES",
-    "TABLE_READERS",
-    "TRACE_READERS",
-    "Collective",
-    "CollectiveKind",
-    "ConfigFile",
-    "ConfigFormat",
-    "ConfigText",
-    "Draft",
-    "Fabric",
-    "Family",
-    "Format",
-    "Framework",
-    "GivenLatency",
-    "Hardware",
-    "LatencyModel",
-    "Link",
-    "Op",
-    "OpKind",
-    "Placement",
-    "RankTrace",
-    "Registry",
-    "Rows",
-    "Schedule",
-    "ScheduleKind",
-    "blocks",
-    "loop_placement",
-    "v_placement",
-]
+TABLE_READERS = FORMATS

@@ -1,14 +1,17 @@
 """Contracts for parts of your own: subclass one, return your part in its fixture, and run pytest.
 
-- ``TraceReaderContract``: a reader of traces
-- ``TableReaderContract``: a reader of tables of measurements
-- ``LatencyModelContract``: a latency model
-- ``ContextModelContract``: a context model
-- ``OpKindContract``: a kind of op
-- ``CollectiveKindContract``: a kind of collective
-- ``ScheduleContract``: a kind of pipeline schedule
+They need pytest (``pip install pytest``).  The parts of this package keep the same contracts.  For example::
 
-The parts of this package keep the same contracts.  They need pytest (``pip install pytest``).
+    from stepsight.testing import ScheduleContract
+
+    class TestMySchedule(ScheduleContract):
+        @pytest.fixture
+        def kind(self):
+            return ScheduleKind(my_schedule, virtual_stages=(1, 1))
+
+The fixtures are ``kind`` of ``ScheduleContract``, ``OpKindContract`` and ``CollectiveKindContract``, ``latency`` of
+``LatencyModelContract``, and ``model`` of ``ContextModelContract``.  ``TraceReaderContract`` and
+``TableReaderContract`` read a sample that the subclass gives.
 """
 
 import pytest
@@ -16,17 +19,10 @@ import pytest
 for _name in ("kinds", "latency_models", "readers", "schedules"):
     pytest.register_assert_rewrite(f"{__name__}.{_name}")  # failures then show the values
 
-from stepsight.testing.kinds import CollectiveKindContract, OpKindContract  # noqa: E402
-from stepsight.testing.latency_models import ContextModelContract, LatencyModelContract  # noqa: E402
-from stepsight.testing.readers import TableReaderContract, TraceReaderContract  # noqa: E402
-from stepsight.testing.schedules import ScheduleContract  # noqa: E402
-
-__all__ = [
-    "CollectiveKindContract",
-    "ContextModelContract",
-    "LatencyModelContract",
-    "OpKindContract",
-    "ScheduleContract",
-    "TableReaderContract",
-    "TraceReaderContract",
-]
+from stepsight.testing.kinds import CollectiveKindContract as CollectiveKindContract  # noqa: E402
+from stepsight.testing.kinds import OpKindContract as OpKindContract  # noqa: E402
+from stepsight.testing.latency_models import ContextModelContract as ContextModelContract  # noqa: E402
+from stepsight.testing.latency_models import LatencyModelContract as LatencyModelContract  # noqa: E402
+from stepsight.testing.readers import TableReaderContract as TableReaderContract  # noqa: E402
+from stepsight.testing.readers import TraceReaderContract as TraceReaderContract  # noqa: E402
+from stepsight.testing.schedules import ScheduleContract as ScheduleContract  # noqa: E402

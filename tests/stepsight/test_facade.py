@@ -29,13 +29,13 @@ def test_import_loads_nothing_else() -> None:
 
 
 def test_type_checkers_see_the_names_that_are_loaded_lazily() -> None:
-    """The imports for type checkers and the table of modules agree."""
+    """Every import for type checkers is a public name."""
     tree = ast.parse(Path(str(stepsight.__file__)).read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {
         (node.module, alias.asname) for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
-    assert seen == {(f"stepsight.{module}", name) for module, names in stepsight._MODULES.items() for name in names}
+    assert seen == {(module, name) for name, module in stepsight._MODULES.items()} and len(seen) > 30
 
 
 def test_every_name_is_there_and_documented() -> None:
