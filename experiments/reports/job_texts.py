@@ -12,7 +12,7 @@ from stepsight.dataset.configs.formats import ConfigJob
 from stepsight.dataset.configs.key_table import ConfigText
 from stepsight.dataset.job.frameworks import LIBRARIES
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.reports.text_table import Column, Number, table, table_of
+from stepsight.experiments.reports.text_table import Column, Columns, Number, table, table_of
 from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE, seconds_text
 
 if TYPE_CHECKING:
@@ -59,24 +59,23 @@ def _prediction_text(told: Mapping[str, Any], head: Sequence[str], speed: str, f
 
 def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
     """Time, interval, breakdown and memory of one job."""
-    profile, facts = job.profile, ("kernels", "container", *LIBRARIES)
-    head = [f"job        {job.name} on {job.cluster.num_devices} x {job.hardware_name}, fabric {job.fabric.name}"]
-    if profile is not None:
-        habits = f"{profile.name} ({profile.of})" if profile.of else profile.name
-        head.append(f"framework  {job.framework}: profile {habits} sets what the job file leaves open")
-    head.append(f"source     {prediction.source}")
-    if any(getattr(job.execution, name) for name in facts):
-        head.append(f"software   {prediction.software_used}")
-    if prediction.published is not None:
-        head.append(f"published  {prediction.published}")
-    if prediction.change is not None:
-        head.append(f"change     {prediction.change.text}")
+    profile, told = job.profile, prediction.to_dict()
+    of = f" ({profile.of})" if profile and profile.of else ""
+    stated = any(getattr(job.execution, name) for name in ("kernels", "container", *LIBRARIES))
+    facts = {
+        "job": f"{job.name} on {job.cluster.num_devices} x {job.hardware_name}, fabric {job.fabric.name}",
+        "framework": profile and f"{job.framework}: profile {profile.name}{of} sets what the job file leaves open",
+        "source": prediction.source,
+        "software": prediction.software_used if stated else "",
+        "published": prediction.published,
+        "change": prediction.change and prediction.change.text,
+    }
     achieved, peak = prediction.mfu * prediction.peak_flops, flops_text(prediction.peak_flops)
     speed = (
         f"{prediction.tokens_per_s:,.0f} {job.unit}/s, {flops_text(achieved)} per device: MFU "
         f"{100 * prediction.mfu:.1f} %, HFU {100 * prediction.hfu:.1f} % of {peak} ({job.batch.precision})"
     )
-    told = prediction.to_dict()
+    head = [f"{name:<11}{fact}" for name, fact in facts.items() if fact]
     return {**told, "text": _prediction_text(told, head, speed, "stage")}
 
 
@@ -93,64 +92,59 @@ def program_text(told: Mapping[str, Any]) -> str:
 
 def explanation_report(job: Job, prediction: Prediction, top: int) -> dict[str, Any]:
     """Sensitivity of the time to ops and collectives."""
-    rows, halves = prediction.explain(top), prediction.doubts.halves
-    whole = prediction.iteration_time_s
+    rows, doubts, published = prediction.explain(top), prediction.doubts, prediction.published
+    whole, launches = prediction.iteration_time_s, prediction.simulation.launches_share
+    interval: Column = lambda row: " to ".join(
+        f"{100 * math.expm1(sign * doubts.halves[row.work]):+.0f}" for sign in (-1, 1)
+    )
     columns: dict[str, Column] = {
         "op or collective": lambda row: str(row.work),
         "times on the critical path": lambda row: Number(row.count, 0),
         "each": lambda row: f"{row.seconds * 1e6:.1f} us",
-        "90 % interval, %": lambda row: " to ".join(
-            f"{100 * math.expm1(sign * halves[row.work]):+.0f}" for sign in (-1, 1)
-        ),
+        "90 % interval, %": interval,
         "% of the time": lambda row: 100 * row.share,
         "halving it saves": lambda row: seconds_text(row.halved_s),
         "%": lambda row: 100 * row.halved_s / whole,
     }
-    text = f"{job.name}: {seconds_text(whole)}\n{table_of(rows, columns)}"
-    total = 100 * math.expm1(prediction.doubts.total)
-    text += f"\nthe doubts about all ops and collectives add up to {total:.1f} % of the iteration"
-    launches = prediction.simulation.launches_share
+    lines = [
+        f"{job.name}: {seconds_text(whole)}",
+        table_of(rows, columns),
+        f"the doubts about all ops and collectives add up to {100 * math.expm1(doubts.total):.1f} % of the iteration",
+    ]
     if launches > 0.01:
-        text += f"\nthe host's launches are {100 * launches:.1f} % of the critical path: faster ops do not shorten them"
-    text += "" if prediction.published is None else f"\n{prediction.published}"
-    text += "".join(f"\nwarning: {warning}" for warning in prediction.warnings)
-    told = {
-        "job": job.name,
-        "iteration_time_s": whole,
-        "launches_share": launches,
-        "doubt_log": prediction.doubts.total,
-    }
-    told |= {} if prediction.published is None else {"published": prediction.published.to_dict()}
-    values = [{**row.to_dict(), "half_width_log": halves[row.work]} for row in rows]
+        share = f"{100 * launches:.1f} % of the critical path"
+        lines.append(f"the host's launches are {share}: faster ops do not shorten them")
+    lines += [str(published)] * (published is not None)
+    told = {"job": job.name, "iteration_time_s": whole, "launches_share": launches, "doubt_log": doubts.total}
+    told |= {} if published is None else {"published": published.to_dict()}
+    values = [{**row.to_dict(), "half_width_log": doubts.halves[row.work]} for row in rows]
+    text = "\n".join([*lines, *(f"warning: {warning}" for warning in prediction.warnings)])
     return {**told, "sensitivities": values, "text": text}
 
 
 def training_report(predictor: Predictor, out: Path) -> dict[str, Any]:
     """Errors per op family of a new predictor."""
     manifest = predictor.manifest
-    metrics = manifest.get("metrics", {})
-    text = f"predictor {out} for {predictor.hardware.name}"
+    metrics, head = manifest.get("metrics", {}), f"predictor {out} for {predictor.hardware.name}"
     told = {"predictor": str(out), "hardware": predictor.hardware.name, "metrics": metrics}
     if "trained_shapes" not in manifest:
         cells = [[name, Number(value, 2)] for name, value in sorted(metrics.items()) if isinstance(value, int | float)]
-        return {**told, "text": f"{text}\n{table(['metric', 'value'], cells)}"}
-    held_out = manifest["held_out"]
-    text += f": {manifest['num_ops']} ops, {manifest['num_collectives']} collectives\n"
+        return {**told, "text": f"{head}\n{table(['metric', 'value'], cells)}"}
+    held_out, lines = manifest["held_out"], [f"judge it: stepsight evaluate TABLE.parquet --predictor {out}"]
     if held_out:
         rows = [{"family": name, **figures} for name, figures in held_out.items()]
         names = {"family": "family", "rows": "rows", "mean error %": "mape", "median": "median", "p90": "p90"}
-        text += f"a fifth of the shapes, held out:\n{table_of(rows, names)}"
-    else:
-        text += f"judge it: stepsight evaluate TABLE.parquet --predictor {out}"
-    text += "".join(f"\nwarning: {warning}" for warning in manifest.get("warnings", ()))
+        lines = ["a fifth of the shapes, held out:", table_of(rows, names)]
+    head += f": {manifest['num_ops']} ops, {manifest['num_collectives']} collectives"
+    lines += [f"warning: {warning}" for warning in manifest.get("warnings", ())]
     keys = ("num_ops", "num_collectives", "software", "collective_library", "skipped", "warnings")
     used = {key: manifest[key] for key in keys if key in manifest}
-    return {**told, **used, "held_out": held_out, "text": text}
+    return {**told, **used, "held_out": held_out, "text": "\n".join([head, *lines])}
 
 
 def demo_text(summary: dict[str, Any]) -> str:
     """The demo's summary as tables."""
-    columns: dict[str, str | Column] = {
+    columns: Columns = {
         "run": "job",
         "measured": lambda row: seconds_text(row["measured_s"]),
         "predicted": lambda row: seconds_text(row["predicted_s"]),
@@ -158,23 +152,19 @@ def demo_text(summary: dict[str, Any]) -> str:
         "error %": "error_percent",
         "repeat error %": "repeat_percent",
     }
-    gnn, best = summary["gnn"], summary["search"]["best"]
+    gnn, search, best = summary["gnn"], summary["search"], summary["search"]["best"]
     strategy = " ".join(f"{key}={best[key]}" for key in ("tp", "pp", "dp", "micro_batch", "zero_stage", "recompute"))
-    return "\n".join(
-        [
-            "held-out runs (no training run had their shapes):",
-            table_of(summary["heldout"], columns),
-            "repeat error: how far one repeat of the measurement lies from the others; errors below it are noise",
-            f"iteration time: MAPE {summary['mape']:.1f} %, mean repeat error {summary['floor']:.1f} %, "
-            f"Spearman {summary['spearman']:.3f}, "
-            f"{summary['coverage']:.0f} % of the runs lie in their intervals",
-            f"ops in context: error {gnn['op_error_regressor']:.1f} % by regressors alone, "
-            + (f"{gnn['op_error_with_gnn']:.1f} % with the {gnn['model']}" if gnn["model"] else "used here"),
-            f"search: {strategy}: {seconds_text(best['iteration_time_s'])} predicted, "
-            f"best of {summary['search']['evaluated']} strategies on {summary['search']['devices']} devices",
-            f"MLflow run {summary['mlflow_run_id']}; took {summary['seconds']:.0f} s",
-        ]
-    )
+    used = f"{gnn['op_error_with_gnn']:.1f} % with the {gnn['model']}" if gnn["model"] else "used here"
+    return f"""\
+held-out runs (no training run had their shapes):
+{table_of(summary["heldout"], columns)}
+repeat error: how far one repeat of the measurement lies from the others; errors below it are noise
+iteration time: MAPE {summary["mape"]:.1f} %, mean repeat error {summary["floor"]:.1f} %, Spearman \
+{summary["spearman"]:.3f}, {summary["coverage"]:.0f} % of the runs lie in their intervals
+ops in context: error {gnn["op_error_regressor"]:.1f} % by regressors alone, {used}
+search: {strategy}: {seconds_text(best["iteration_time_s"])} predicted, best of {search["evaluated"]} strategies on \
+{search["devices"]} devices
+MLflow run {summary["mlflow_run_id"]}; took {summary["seconds"]:.0f} s"""
 
 
 def config_text(read: ConfigJob) -> str:
@@ -187,12 +177,10 @@ def config_text(read: ConfigJob) -> str:
         ("mapped", read.mapped, "from", read.sources),
         ("assumed", read.assumed, "because", read.reasons),
     ):
-        if keys:
-            rows = [(key, _shown(value), texts.get(key, "")) for key, value in keys.items()]
-            parts.append(table((what, "value", why), rows))
-    if read.ignored:
-        parts.append("\n  ".join(["ignored", *read.ignored]))
-    return "\n\n".join(parts)
+        rows = [(key, str(value).lower() if isinstance(value, bool) else str(value), texts.get(key, ""))
+                for key, value in keys.items()]  # fmt: skip
+        parts += [table((what, "value", why), rows)] * bool(rows)
+    return "\n\n".join([*parts, *["\n  ".join(["ignored", *read.ignored])] * bool(read.ignored)])
 
 
 def written_text(written: ConfigText, name: str) -> str:
@@ -200,7 +188,3 @@ def written_text(written: ConfigText, name: str) -> str:
     lines = [f"# {note}" for note in written.notes]
     lines += [f"# not expressed by {name}: {text}" for text in written.ignored]
     return "\n".join(lines) or f"# {name} expresses all of the job"
-
-
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

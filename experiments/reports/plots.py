@@ -32,28 +32,25 @@ def new_axes() -> Any:
     return pyplot.subplots(figsize=(7.0, 4.5), layout="constrained")[1]
 
 
-def _finish(axes: Any, title: str, x: str, y: str, *, log_y: bool = True, limits: Sequence[float] = ()) -> None:
+def _finish(axes: Any, title: str, x: str, y: str, *, log_y: bool = True) -> None:
     """Label logarithmic axes; ticks are written as 20, 50, 100 instead of powers of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    axes.set(xscale="log", title=title, xlabel=x, ylabel=y)
-    if log_y:
-        axes.set_yscale("log")
-    if limits:
-        axes.set(xlim=limits, ylim=limits)
+    axes.set(xscale="log", yscale="log" if log_y else "linear", title=title, xlabel=x, ylabel=y)
     for axis in (axes.xaxis, axes.yaxis) if log_y else (axes.xaxis,):
         axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axis.set_minor_formatter(NullFormatter())
 
 
-def _draw_exact(axes: Any, values: Sequence[float]) -> list[float]:
-    """Mark exact predictions by a line with 10 % around it; return the limits of both axes."""
+def _finish_exact(axes: Any, values: Sequence[float], title: str, unit: str, more: str = "") -> None:
+    """Label axes of measured and predicted times, with a line of exact predictions and 10 % around it."""
     line = [min(values) * 0.8, max(values) * 1.25]
     axes.plot(line, line, color="black", lw=0.8, label="exact")
     within = {"color": "grey", "alpha": 0.15, "label": "within 10 %"}
     axes.fill_between(line, [x * 0.9 for x in line], [x * 1.1 for x in line], **within)
-    return line
+    _finish(axes, title, f"measured iteration time ({unit})", f"predicted iteration time ({unit}){more}")
+    axes.set(xlim=line, ylim=line)
 
 
 def plot_predicted_against_measured(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
@@ -63,24 +60,18 @@ def plot_predicted_against_measured(rows: Sequence[dict[str, Any]], path: Path, 
         below = [max(0.0, row["predicted_s"] - row["low_s"]) * 1e3 for row in rows]
         above = [max(0.0, row["high_s"] - row["predicted_s"]) * 1e3 for row in rows]
         axes.errorbar(measured, predicted, yerr=(below, above), fmt="o", ms=4, lw=0.8, capsize=2, color="tab:blue")
-        limits = _draw_exact(axes, measured + predicted)
-        names = ("measured iteration time (ms)", "predicted iteration time (ms), with interval")
+        _finish_exact(axes, measured + predicted, title, "ms", ", with interval")
         axes.legend(loc="upper left", frameon=False)
-        _finish(axes, title, *names, limits=limits)
 
 
 def plot_published_runs(groups: Mapping[str, Sequence[tuple[float, float]]], path: Path, title: str) -> None:
     """Scatter of ``(measured, predicted)`` seconds in groups, each in a colour of its own."""
     with figure_file(path, 8.5, 5.0) as axes:
-        limits = _draw_exact(axes, [seconds for pairs in groups.values() for pair in pairs for seconds in pair])
-        markers = "os^vD<>ph*XP"
+        _finish_exact(axes, [seconds for pairs in groups.values() for pair in pairs for seconds in pair], title, "s")
         for index, (name, pairs) in enumerate(groups.items()):
-            marker, colour = markers[index // 10 % len(markers)], f"C{index % 10}"
-            axes.scatter(
-                *zip(*pairs, strict=True), s=14, marker=marker, color=colour, label=f"{name[:40]} ({len(pairs)})"
-            )
+            look = {"marker": "os^vD<>ph*XP"[index // 10 % 12], "color": f"C{index % 10}"}
+            axes.scatter(*zip(*pairs, strict=True), s=14, label=f"{name[:40]} ({len(pairs)})", **look)
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small")
-        _finish(axes, title, "measured iteration time (s)", "predicted iteration time (s)", limits=limits)
 
 
 def plot_front(
@@ -103,20 +94,20 @@ def plot_front(
 
 
 def plot_search(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Write a plot of iteration time over peak memory of every strategy that was timed."""
+    """Write what ``draw_search`` draws."""
     with figure_file(path, 7.0, 4.5) as axes:
         draw_search(rows, axes, title)
 
 
 def draw_search(rows: Sequence[dict[str, Any]], axes: Any, title: str) -> None:
     """Draw iteration time over peak memory of every strategy that was timed."""
-    timed = [row for row in rows if row["iteration_time_s"] is not None]
-    points = {id(row): (row["memory_bytes"] / 1e9, row["iteration_time_s"]) for row in timed}
+    timed = [(row["fits"], row["memory_bytes"] / 1e9, row["iteration_time_s"]) for row in rows]
+    timed = [row for row in timed if row[-1] is not None]
     for fits, colour, label in ((True, "tab:blue", "fits"), (False, "lightgrey", "does not fit")):
-        chosen = [points[id(row)] for row in timed if row["fits"] is fits]
+        chosen = [place for own, *place in timed if own is fits]
         columns = zip(*chosen, strict=True) if chosen else ([], [])
         axes.scatter(*columns, s=14, color=colour, label=f"{label} ({len(chosen)})")
-    best = next((points[id(row)] for row in timed if row["fits"]), None)
+    best = next((place for fits, *place in timed if fits), None)
     if best is not None:
         axes.scatter(*best, s=90, marker="*", color="tab:red", label="best")
     axes.legend(frameon=False)

@@ -30,16 +30,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 Column = Callable[[Any], object]  # the cell of a row
+Columns = dict[str, str | Column]  # by title: a key of the rows, or a function of a row
 
 
 def table_of(rows: Sequence[Any], columns: Mapping[str, str | Column], decimals: int = 1) -> str:
-    """A table with a row for each of ``rows``.
+    """A table with a row for each of ``rows``; ``decimals``: of floats.
 
-    Args:
-        rows: Mappings, or what the functions of ``columns`` take.
-        columns: By title: a key of the rows, or a function of a row.  Seconds print in the unit that the title ends in;
-            None prints as "-".
-        decimals: Of floats.
+    Seconds print in the unit that the title ends in, and None as "-".
     """
 
     def cell(title: str, row: Any) -> object:
@@ -73,21 +70,13 @@ _QUIET_S, _PAUSE_S = 0.5, 0.2  # before the first output, and between updates
 
 
 class NotebookBar(AbstractContextManager["NotebookBar"]):
-    """A bar that updates below a notebook's cell; outside of notebooks it does nothing.
-
-    Args:
-        what: The counted things, such as ``strategies``.
-
-    Attributes:
-        active: Whether this is a notebook.
-    """
+    """A bar that updates below a notebook's cell; outside of notebooks (``active``) it does nothing."""
 
     def __init__(self, what: str) -> None:
+        """``what``: the counted things, such as ``strategies``."""
         ipython = sys.modules.get("IPython")
-        shell = ipython.get_ipython() if ipython is not None else None
-        self.active = getattr(shell, "kernel", None) is not None
-        self._what, self._text = what, ""
-        self._handle: Any = None
+        self.active = getattr(ipython and ipython.get_ipython(), "kernel", None) is not None
+        self._what, self._text, self._handle = what, "", None
         self._last = time.monotonic() + _QUIET_S - _PAUSE_S
 
     def show(self, done: int, of: int = 0, more: str = "") -> None:
@@ -99,14 +88,13 @@ class NotebookBar(AbstractContextManager["NotebookBar"]):
             self._update()
 
     def _update(self) -> None:
-        if not self.active:
-            return
-        display: Any = sys.modules["IPython.display"]  # a kernel has imported it
-        self._last = time.monotonic()
-        if self._handle is None:
-            self._handle = display.display(display.HTML(self._text), display_id=True)
-        else:
-            self._handle.update(display.HTML(self._text))
+        if self.active:
+            display: Any = sys.modules["IPython.display"]  # a kernel has imported it
+            self._last, text = time.monotonic(), display.HTML(self._text)
+            if self._handle is None:
+                self._handle = display.display(text, display_id=True)
+            else:
+                self._handle.update(text)
 
     def __exit__(self, *_: object) -> None:
         if self._handle is not None:
@@ -126,7 +114,6 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple):
-        if any(isinstance(each, list | tuple | dict) for each in value):
-            return f"{len(value)} entries"
-        return ", ".join(map(shown, value)) or "-"
+        nested = any(isinstance(each, list | tuple | dict) for each in value)
+        return f"{len(value)} entries" if nested else ", ".join(map(shown, value)) or "-"
     return "-" if value is None or value == "" else str(value)
