@@ -27,7 +27,7 @@ from stepsight.training.prediction.prediction import Prediction
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from stepsight.experiments.search.expert_loads import ExpertLoads
+    from stepsight.experiments.search.sharding import ExpertLoads
 
 
 _SHOWN = (

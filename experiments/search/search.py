@@ -21,11 +21,11 @@ from stepsight.dataset.job.job import Job, JobLike
 from stepsight.experiments.reports.text_table import NotebookBar
 from stepsight.experiments.search.bounds import Bounds, grid_bounds
 from stepsight.experiments.search.choices import MOST_RIVALS, Choice, SearchResult, by_expected_regret, find_rivals
-from stepsight.experiments.search.expert_loads import ExpertLoads
 from stepsight.experiments.search.settings import REGRET, Goal, Scenarios, SearchSettings, Seconds, Space
 from stepsight.experiments.search.sharding import (
     BASELINES,
     FULL,
+    ExpertLoads,
     PlacementCosts,
     baseline_places,
     has_torchrec,

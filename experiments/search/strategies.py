@@ -23,7 +23,7 @@ from stepsight.simulator.schedules import find_schedule
 if TYPE_CHECKING:
     import optuna
 
-    from stepsight.experiments.search.expert_loads import ExpertLoads
+    from stepsight.experiments.search.sharding import ExpertLoads
 
 # The components of a strategy besides the micro-batch, and those of single strategies.
 VARIED = (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from stepsight.experiments.studies import (
     bench,
     context,
@@ -17,12 +15,5 @@ from stepsight.experiments.studies import (
 )
 from stepsight.experiments.studies.study import Study
 
-STUDIES: Mapping[str, Study] = {
-    study.name: study
-    for study in (
-        *(bench.STUDY, context.STUDY, distir.STUDY, emulation.STUDY, one_gpu.STUDY, small_to_large.STUDY),
-        *(public_tables.COLLECTIVES, public_tables.KERNELS),
-        *(recommendation.LOOKUPS, recommendation.STEPS, recommendation.PLACEMENTS),
-        *(torch_agreement.CAPTURE, torch_agreement.MEMORY),
-    )
-}
+_MODULES = (bench, context, distir, emulation, one_gpu, public_tables, recommendation, small_to_large, torch_agreement)
+STUDIES = {study.name: study for module in _MODULES for study in vars(module).values() if isinstance(study, Study)}
