@@ -15,7 +15,7 @@ from typing import Any
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import facts, flat, nearest, yaml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
-from stepsight.dataset.configs.key_table import CLIP, ConfigText, JobView, read_rows, rows_of
+from stepsight.dataset.configs.key_table import ConfigText, JobView, read_rows, rows_of
 from stepsight.dataset.job.job import Job
 
 _STRATEGIES: Mapping[str, list[Any]] = facts()["fsdp"]["strategies"]
@@ -99,35 +99,11 @@ def _read_devices(reading: Reading) -> None:
         reading.map("run.devices", processes, "num_processes")
 
 
-def _write_precision(view: JobView) -> None:
-    precision = view["batch.precision"]
-    if precision not in ("bf16", "fp16", "fp8", "fp32"):
-        view.refuse("batch.precision")
-        precision = view.job.batch.dtype
-    view.put(mixed_precision="no" if precision == "fp32" else precision)
-
-
-def _write_way(view: JobView) -> None:
-    parallel, stage = view.job.parallel, view[_STAGE]
-    again = view["parallel.recompute"] == "full" and view["parallel.recompute_every"] == 1
-    if not (again and stage in (2, 3)) and parallel.recompute != "none":
-        view.refuse("parallel.recompute")
-        view.refuse("parallel.recompute_every")
-    if stage < 2:
-        view.put(distributed_type="DEEPSPEED" if stage else "MULTI_GPU")
-    if stage == 1:
-        view.put("deepspeed_config.", zero_stage=1, gradient_clipping=CLIP[1](view["optimizer.clip_grad_norm"]))
-        view.put("deepspeed_config.", offload_optimizer_device="cpu" if view["optimizer.offload"] else "none")
-    if stage < 2:
-        return
+def _write_strategy(view: JobView) -> None:
+    parallel = view.job.parallel
     hybrid = bool(view["parallel.dp_shard"]) and parallel.dp_shard == view.job.cluster.devices_per_node
-    strategy = next(name for name, each in _STRATEGIES.items() if each == [stage, hybrid])
-    view.put(distributed_type="FSDP")
-    view.put("fsdp_config.", fsdp_version=1, fsdp_sharding_strategy=strategy, fsdp_activation_checkpointing=again)
-    view.put("fsdp_config.", fsdp_offload_params=view["optimizer.offload"])
-    prefetch = "BACKWARD_PRE" if view["parallel.prefetch"] else "NO_PREFETCH"
-    view.put("fsdp_config.", fsdp_auto_wrap_policy="TRANSFORMER_BASED_WRAP", fsdp_backward_prefetch=prefetch)
-    view.refuse("parallel.prefetch", parallel.prefetch > 1)
+    strategy = next(name for name, each in _STRATEGIES.items() if each == [view[_STAGE], hybrid])
+    view.put(**{"fsdp_config.fsdp_sharding_strategy": strategy})
     view.refuse("parallel.dp_shard", parallel.dp_shard and not hybrid)
 
 

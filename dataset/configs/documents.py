@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -71,16 +71,14 @@ def read_tables(path: Path) -> Mapping[str, Any]:
 
 
 def parse_tables(text: str, suffix: str) -> Any:
-    """Value of a text of JSON, TOML or YAML, by the suffix of its file."""
-    return tomllib.loads(text) if suffix == ".toml" else parse_json(text) if suffix == ".json" else _yaml(text)
+    """Value of a text of JSON, TOML or YAML, by the suffix of its file.
 
-
-def _yaml(text: str) -> Any:
-    """Tables of YAML, with ``1e-5`` as a number, as in YAML 1.2, and without tags of other loaders (``!!python/...``).
-
-    If a key occurs twice, the last one counts, as for the frameworks: some of their own files have such keys.  Brackets
-    that are nested deeply are refused first: the parser takes time in the square of the depth.
+    YAML has ``1e-5`` as a number, as in YAML 1.2, and no tags of other loaders (``!!python/...``).  If a key occurs
+    twice, the last one counts, as for the frameworks: some of their own files have such keys.  Brackets that are nested
+    deeply are refused first: the parser takes time in the square of the depth.
     """
+    if suffix in (".toml", ".json"):
+        return tomllib.loads(text) if suffix == ".toml" else parse_json(text)
     import yaml
 
     depth = 0
@@ -172,13 +170,10 @@ def _toml(value: Any) -> str:
 def job_toml(job: Job) -> str:
     """Write a job file that reads back as an equal job; defaults that no profile sets are left out."""
     tables: dict[str, Any] = {"framework": job.framework} if job.framework else {}
-    told = job.to_dict()
+    told = {"execution": asdict(job.execution), **job.to_dict()}
     for section, spec in SECTIONS.items():
-        if section == "sharding" and section not in told:
-            continue
-        table = {key: value for key, value in asdict(getattr(job, section)).items() if key in told.get(section, (key,))}
-        default = {item.name: () if item.default is MISSING else item.default for item in fields(spec)}
+        held = [(item, told[section][item.name]) for item in fields(spec) if item.name in told.get(section, ())]
         tables[section] = {
-            key: value for key, value in table.items() if value is not None and (job.framework or value != default[key])
+            item.name: value for item, value in held if value is not None and (job.framework or value != item.default)
         }
     return toml_text(tables)

@@ -6,11 +6,12 @@ Sources: Megatron-LM's ``megatron/training/arguments.py`` (names, defaults and w
 
 from __future__ import annotations
 
+import re
 import shlex
 
 from stepsight.dataset.configs.drafts import WHOLE, Reading
 from stepsight.dataset.configs.key_table import ConfigText, JobView, Row, even_stages, read_rows, rows_of
-from stepsight.dataset.configs.megatron_model import MODEL_ROWS, MOST_STAGES, stages_of_layout
+from stepsight.dataset.configs.megatron_model import MODEL_ROWS, MOST_STAGES, repeated
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import RECOMPUTE_MODULES
 
@@ -86,7 +87,7 @@ def _read_stages(reading: Reading) -> None:
     """Virtual stages, and the layers of each stage if they are uneven."""
     layers, pp, layout = reading.get("model.layers"), reading.degree("pp"), reading.word(_LAYOUT)
     if layout and layers:
-        counts = [stage.count("t") for stage in stages_of_layout(layout)]
+        counts = [stage.count("t") for stage in repeated(re.sub(r"[\s,]", "", layout)).split("|")]  # Et|(tt|)*29|mL
         if not counts or len(counts) % pp or sum(counts) != layers:
             words = f"{len(counts)} stages of {sum(counts)} layers for pp {pp} and {layers} layers"
             reading.ignore(f"{reading.source(_LAYOUT)} {layout}: {words}")

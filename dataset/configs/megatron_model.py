@@ -15,12 +15,7 @@ MOST_STAGES = 10_000
 _REPEATED = re.compile(r"\(([^()]*)\)(?:\*(\d{1,9}))?|([A-Za-z|])\*(\d{1,9})")
 
 
-def stages_of_layout(layout: str) -> list[str]:
-    """The stages of a layout as ``Et|(tt|)*29|mL``, each with a letter for each of its layers; empty: too long."""
-    return _repeated(re.sub(r"[\s,]", "", layout)).split("|") if layout else []
-
-
-def _repeated(text: str) -> str:
+def repeated(text: str) -> str:
     """A text with its repetitions written out, as ``(ab)*2`` and ``a*3``; empty if that is too long."""
     while (found := _REPEATED.search(text)) is not None:
         what, count = found[1] if found[1] is not None else found[3], int(found[2] or found[4] or 1)
@@ -40,7 +35,7 @@ def read_expert_layers(reading: Reading) -> None:
         reading.map("model.moe_every", int(text))
         return
     plain = re.sub(r"[\s,'\"+]", "", text).replace("[", "(").replace("]", ")")
-    layers = _repeated(plain) if re.fullmatch(r"[01()*\d]*", plain) else ""
+    layers = repeated(plain) if re.fullmatch(r"[01()*\d]*", plain) else ""
     if re.fullmatch("0*1+|0+", layers):
         reading.map("model.dense_layers", layers.count("0"))
         return

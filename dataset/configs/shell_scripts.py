@@ -33,6 +33,7 @@ _SILENT = (
 _FILLED = ("read", "mapfile", "readarray", "getopts")  # they set the variables that they name, or these:
 _FILLED_ANYHOW = ("REPLY", "MAPFILE", "OPTARG", "OPTIND")
 _COMPARE = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
+_SEVERAL = re.compile("^--.* | --", re.DOTALL)  # in a word that holds several
 _SBATCH = re.compile(r"^\s*#SBATCH\s+(.*?)\s*$", re.MULTILINE)
 
 
@@ -82,12 +83,16 @@ class ShellScript:
         self._unsure = ""  # the program on whose success the statement depends
 
     def follow(self, text: str, offset: int = -1) -> None:
-        """Follow the statements of a text that begins somewhere in the script; -1: elsewhere."""
-        before, self._scan = (self._scan, self._depth), Scanner(text, offset)
-        try:
-            self._block((), True)
-        finally:
-            self._scan, self._depth = before
+        """Follow the statements of a text that begins somewhere in the script; -1: elsewhere.
+
+        Functions that call themselves end somewhere.
+        """
+        if self._depth < _MOST_DEPTH // 2 and len(self.commands) < MOST_COMMANDS:
+            before, self._scan = (self._scan, self._depth), Scanner(text, offset)
+            try:
+                self._block((), True)
+            finally:
+                self._scan, self._depth = before
 
     def _block(self, ends: tuple[str, ...], live: bool) -> str:
         """Pass statements up to a word or an operator that ends them, and follow them if they are ``live``."""
@@ -139,8 +144,7 @@ class ShellScript:
         match first:
             case "(" | "{":
                 self._block((")" if first == "(" else "}",), live)
-                if first == "(" and self._leaving == "exit":
-                    self._leaving = ""
+                self._leaving = "" if (first, self._leaving) == ("(", "exit") else self._leaving
                 return
             case "function":
                 self._block(("}",), False)
@@ -274,7 +278,7 @@ class ShellScript:
                 self._source(words[1])
             case "eval":
                 try:
-                    self._nest(text.removeprefix("eval"))
+                    self.follow(text.removeprefix("eval"))
                 except JobError:
                     self.unread.append(f"{variables.shown(text)}: not followed")
                 return self._last
@@ -286,7 +290,11 @@ class ShellScript:
                 self._call(*self._functions[name], words[1:])
                 return self._last
             case _ if name not in (*_SILENT, "false") and len(self.commands) < MOST_COMMANDS:
-                self.commands.append(_flat(words))
+                # An option with its value, or a command line (sh -c "..."), may be one word.
+                lines = (
+                    _split(each) if " --" in each or (each[:2] == "--" and " " in each) else [each] for each in words
+                )
+                self.commands.append([part for line in lines for part in line])
                 self.places.append(self._scan.place)
                 self._program = self._said
         return name != "false"
@@ -298,22 +306,17 @@ class ShellScript:
             self.unread.append(f"source {self.variables.shown(named)}: what it sets is not known")
         elif path not in self._sourced:
             self._sourced.add(path)
-            self._nest(read_text(path, "utf-8-sig"))
+            self.follow(read_text(path, "utf-8-sig"))
 
     def _call(self, text: str, offset: int, arguments: list[str]) -> None:
         """Follow a function, which has arguments and variables of its own."""
         held = {name: value for name, value in self.variables.values.items() if not name.isidentifier()}
         self._locals.append({})
         self._set_arguments(arguments)
-        self._nest(text, offset)
+        self.follow(text, offset)
         self._set_arguments([])
         self._restore({**held, **self._locals.pop()})
         self._leaving = "" if self._leaving == "return" else self._leaving
-
-    def _nest(self, text: str, offset: int = -1) -> None:
-        """Follow what a command names; functions that call themselves end somewhere."""
-        if self._depth < _MOST_DEPTH // 2 and len(self.commands) < MOST_COMMANDS:
-            self.follow(text, offset)
 
     def _set_arguments(self, words: list[str]) -> None:
         values = self.variables.values
@@ -381,15 +384,6 @@ class ShellScript:
             case [word] if not word.startswith("-"):
                 return True
         return None
-
-
-def _flat(words: list[str]) -> list[str]:
-    """Words of a command, with those of a command line that is one of its words (``sh -c "..."``, ``eval``).
-
-    An option and its value that stand in one word are taken apart too.
-    """
-    lines = (_split(word) if " --" in word or (word[:2] == "--" and " " in word) else [word] for word in words)
-    return [part for line in lines for part in line]
 
 
 def _split(text: str) -> list[str]:

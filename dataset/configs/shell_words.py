@@ -29,16 +29,12 @@ _FIRST, _MOST_UNKNOWN = 0xE000, 6000  # characters that Unicode leaves to progra
 UNKNOWN = re.compile(f"[{chr(_FIRST)}-{chr(_FIRST + _MOST_UNKNOWN)}]")
 
 
-def _quotient(left: int, right: int) -> int:
-    return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)  # towards 0
-
-
 _ACTIONS: dict[type[ast.AST], Callable[..., Any]] = {
     **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul},
     **{ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le},
     **{ast.Gt: operator.gt, ast.GtE: operator.ge, ast.USub: operator.neg, ast.UAdd: operator.pos},
-    ast.Div: _quotient,
-    ast.Mod: lambda left, right: left - right * _quotient(left, right),
+    ast.Div: lambda left, right: left // right if (left < 0) == (right < 0) else -(-left // right),  # towards 0
+    ast.Mod: lambda left, right: abs(left) % abs(right) * (-1 if left < 0 else 1),
     ast.Pow: lambda left, right: left**right if 0 <= right <= 64 and abs(left) <= 1024 else MOST_NUMBER,
 }
 
@@ -95,8 +91,8 @@ class Variables:
         if not isinstance(old, list) or not place.isdecimal() or int(place) > len(old):
             self.forget(name, f"{name}[{index}]={value}")
         else:
-            before = old[int(place)] if add and int(place) < len(old) else ""
-            self.set(name, [*old[: int(place)], before + value, *old[int(place) + 1 :]])
+            at = int(place)
+            self.set(name, [*old[:at], ("".join(old[at : at + 1]) if add else "") + value, *old[at + 1 :]])
 
     def text(self, name: str) -> str:
         """A variable as one text; empty where it is not set."""
@@ -160,8 +156,8 @@ class Variables:
         if other:  # a part of a value, or one with replaced words: not worked out here
             return [(self.unknown(f"${{{text}}}") if value else "", quoted)]
         if length:
-            known = not UNKNOWN.search("".join(value or ""))
-            return [(str(len(value or "")) if known else self.unknown(f"${{{text}}}"), True)]
+            unknown = UNKNOWN.search("".join(value or ""))
+            return [(self.unknown(f"${{{text}}}") if unknown else str(len(value or "")), True)]
         if index in ("[@]", "[*]") and found.end(3) == len(text):
             items = value if isinstance(value, list) else [value] if value else []
             return [piece for item in items for piece in ((" ", False), (item, quoted))][1:]
@@ -182,30 +178,23 @@ class Variables:
         *parts, last = text.split(",")
         for part in parts:
             self.arithmetic(part)
-        value = self._changed(last)
-        if value is None:
-            changed = [name for pair in _CHANGED.findall(last) for name in pair if name]
-            value = None if changed else self._number(last)
-            for name in changed:  # within an expression
-                self.forget(name, f"(({text}))")
-        return self.unknown(f"(({text}))") if value is None else value
-
-    def _changed(self, text: str) -> str | None:
-        """Set the variable of ``name = value`` or ``name++``; None if the expression is something else."""
-        steps, sets = _STEPS.fullmatch(text), _SETS.fullmatch(text)
-        if steps:
+        if steps := _STEPS.fullmatch(last):
             name, sign = steps[2] or steps[3], (steps[1] or steps[4])[0]
             self.set(name, self.arithmetic(f"{name} {sign} 1"))
-            return self._number(name if steps[1] else f"{name} {'-' if sign == '+' else '+'} 1")
-        if sets is None:
-            return None
-        name, index, sign, rest = sets.groups()
-        value = self.arithmetic(f"({name}{index or ''}) {sign} ({rest})" if sign else rest)
-        if index:
-            self.set_item(name, index[1:-1], value)
+            value = self._number(name if steps[1] else f"{name} {'-' if sign == '+' else '+'} 1")
+        elif sets := _SETS.fullmatch(last):
+            name, index, sign, rest = sets.groups()
+            value = self.arithmetic(f"({name}{index or ''}) {sign} ({rest})" if sign else rest)
+            if index:
+                self.set_item(name, index[1:-1], value)
+            else:
+                self.set(name, value)
         else:
-            self.set(name, value)
-        return value
+            changed = [name for pair in _CHANGED.findall(last) for name in pair if name]  # within an expression
+            value = None if changed else self._number(last)
+            for name in changed:
+                self.forget(name, f"(({text}))")
+        return self.unknown(f"(({text}))") if value is None else value
 
     def _number(self, text: str) -> str | None:
         """The value of an expression that sets nothing; None: not known."""

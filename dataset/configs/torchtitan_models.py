@@ -67,8 +67,8 @@ def registry_settings(file: ConfigFile, draft: Draft) -> dict[str, Any]:
         JobError: If there is more than one and none is picked, or it states no known model.
     """
     evaluation, pick = _Evaluation(read_python(file.path)), file.given.pick
-    public = {name: node.returns for name, node in evaluation.functions.items() if name[0] != "_" and node.returns}
-    names = [name for name, returns in public.items() if "Trainer.Config" in ast.unparse(returns)]
+    returns = {name: ast.unparse(node.returns) for name, node in evaluation.functions.items() if node.returns}
+    names = [name for name, text in returns.items() if name[0] != "_" and "Trainer.Config" in text]
     if pick not in names and (pick or len(names) != 1):
         got = f", got {pick!r:.80}" if pick else ""
         raise JobError(f"a registry holds several configurations: pick one of {', '.join(names)}{got}")
@@ -78,7 +78,17 @@ def registry_settings(file: ConfigFile, draft: Draft) -> dict[str, Any]:
     spec = config.pop("model_spec", None)
     spec = spec if isinstance(spec, dict) else {}
     _model(file.path, pick or names[0], spec, draft)
-    return _settings(config, spec)
+    values = {key: value for key, value in flat(config).items() if not key.rpartition(".")[2].startswith("_")}
+    mode = _named(facts()["torchtitan_code"]["recompute"], config.get("activation_checkpoint"))
+    values |= {"activation_checkpoint.mode": "".join(mode) or "none", "activation_checkpoint.selective_ac_option": "op"}
+    values["model.converters"] = _named(facts()["torchtitan_code"]["converters"], *(spec.get("converters") or []))
+    return values
+
+
+def _named(words: Mapping[str, str], *called: Any) -> list[str]:
+    """What the names of calls mean."""
+    names = [str(call.get(_CALLED, "")) for call in called if isinstance(call, dict)]
+    return [meant for name in names for word, meant in words.items() if word in name]
 
 
 class _Evaluation:
@@ -164,27 +174,24 @@ class _Evaluation:
             return int(places[0]) if isinstance(places[0], int | float) else None
         if name.rpartition(".")[2] == "compute_ffn_hidden_dim":
             dim, multiple = places[0] if places else found.get("dim"), found.get("multiple_of") or 1
-            if not isinstance(dim, int):
-                return None
-            size = int(8 * dim / 3)
-            size = int((found.get("ffn_dim_multiplier") or 1) * size)
-            return -(-size // multiple) * multiple
+            size = int((found.get("ffn_dim_multiplier") or 1) * int(8 * dim / 3)) if isinstance(dim, int) else None
+            return None if size is None else -(-size // multiple) * multiple
         return {_CALLED: name, **found, **({"_arguments": places} if places else {})}
 
 
 def _model(path: Path, function: str, spec: Mapping[str, Any], draft: Draft) -> None:
     """Sizes of the flavor that a configuration names: from the code beside the registry, else the known ones."""
     flavor, beside = str(spec.get("flavor") or (spec.get("_arguments") or [""])[0]), path.parent / "__init__.py"
-    sizes, source = (_flavor_in_code(beside, flavor) if beside.is_file() else None), f"{beside.name} {flavor}"
-    for name in (path.resolve().parent.name, *(family for family in flavors() if function.startswith(family))):
-        if sizes is None:
-            sizes, source = flavor_sizes(name, flavor), f"{name} {flavor}"
+    names = [path.resolve().parent.name, *(family for family in flavors() if function.startswith(family))]
+    found = [(beside.name, _flavor_in_code(beside, flavor) if beside.is_file() else None)]
+    found += [(name, flavor_sizes(name, flavor)) for name in names]
+    source, sizes = next((pair for pair in found if pair[1] is not None), ("", None))
     if sizes is None:
         what = f"{beside} must state the sizes of flavor {flavor!r:.80} as arguments of calls: give them instead"
         put = f"the sizes of flavor {flavor!r:.80} are not known: put the model's __init__.py beside {path}"
         raise JobError(what if beside.is_file() else put)
     for key, value in sizes.items():
-        draft.map(f"model.{key}", value, source)
+        draft.map(f"model.{key}", value, f"{source} {flavor}")
 
 
 def _flavor_in_code(path: Path, flavor: str) -> dict[str, Any] | None:
@@ -220,17 +227,3 @@ def _collect(value: Any, found: dict[str, Any]) -> None:
             found.setdefault(sizes[key], item)
         elif isinstance(item, dict | list):
             _collect(item, found)
-
-
-def _settings(config: Mapping[str, Any], spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration's values by the names of torchtitan's TOML."""
-    values = {key: value for key, value in flat(config).items() if not key.rpartition(".")[2].startswith("_")}
-    policy = config.get("activation_checkpoint")
-    recompute = str(policy.get(_CALLED, "")) if isinstance(policy, dict) else ""
-    modes = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
-    values["activation_checkpoint.mode"] = next((mode for word, mode in modes.items() if word in recompute), "none")
-    values["activation_checkpoint.selective_ac_option"] = "op"
-    converters = [str(item.get(_CALLED, "")) for item in spec.get("converters") or [] if isinstance(item, dict)]
-    names = {"Float8": "float8", "MXFP8": "mx", "NVFP4": "nvfp4"}
-    values["model.converters"] = [name for text in converters for word, name in names.items() if word in text]
-    return values

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
@@ -17,13 +17,16 @@ from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import file_version, is_facts_file, only_one, preset, read_facts
 from stepsight.dataset.base.registry import Registry, instance_of
-from stepsight.dataset.job.specs import CHOICES
+from stepsight.dataset.harness.base.parallel_rules import Rules
+from stepsight.dataset.job.specs import CHOICES, RECOMPUTE, spec_from_table
 
 SELECTIVE = ("attention", "every-2nd-layer")
-GRADIENTS = ("model", "model-fused", "fp32", "fp32-cast")
-P2P = ("full", "scattered")
-_MONTH = "20[0-9]{2}-(?:0[1-9]|1[0-2])"
 ATTENTION = ("unfused", "flash-1", "flash-2", "flash-3")
+_MONTH = "20[0-9]{2}-(?:0[1-9]|1[0-2])"
+_OWN_CHOICES: Mapping[str, Collection[str]] = {
+    "selective": SELECTIVE, "attention": ATTENTION, "gradients": ("model", "model-fused", "fp32", "fp32-cast"),
+    "p2p": ("full", "scattered"), "recompute": ("", *RECOMPUTE),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,16 +107,13 @@ class Framework:
     partial_rows: bool = True
 
     def __post_init__(self) -> None:
-        choices = {key.partition(".")[2]: words for key, words in CHOICES.items()}
-        own = {"selective": SELECTIVE, "gradients": GRADIENTS, "p2p": P2P, "attention": ATTENTION}
-        stated = ("engine", "checkpoint", "runtime", "overlap_tp", "fp8_scaling", "dispatcher", "recompute_modules")
-        for key, allowed in {**{key: choices[key] for key in stated}, **own}.items():
-            value = getattr(self, key)
+        allowed = {key.partition(".")[2]: words for key, words in CHOICES.items()} | _OWN_CHOICES
+        for item in fields(self):
+            value = getattr(self, item.name)
             for word in value if isinstance(value, tuple) else (value,):
-                if word not in allowed:
-                    raise JobError(
-                        f"framework {self.name}: {key} must be one of {', '.join(allowed)}, got {word!r:.80}"
-                    )
+                if word not in allowed.get(item.name, (word,)):
+                    words = ", ".join(allowed[item.name])
+                    raise JobError(f"framework {self.name}: {item.name} must be one of {words}, got {word!r:.80}")
         for key, holds, rule in (
             ("until", not self.until or re.fullmatch(_MONTH, self.until), "be a month as 2021-11"),
             ("loss_share", 0 < self.loss_share <= 1, "lie in (0, 1]"),
@@ -186,21 +186,12 @@ def _count(value: Any) -> int:
 GENERIC = Framework(name="generic", source="PyTorch's own defaults: what a run of an unknown framework is taken for")
 
 
-def framework_from_dict(name: str, table: dict[str, Any]) -> Framework:
+def framework_from_dict(name: str, table: Mapping[str, Any]) -> Framework:
     """A profile from a preset's table."""
-    known = {field.name: field.default for field in fields(Framework) if field.name != "name"}
-    if unknown := sorted(set(table) - set(known)):
-        raise JobError(f"framework {name} has unknown keys {', '.join(unknown)} (known: {', '.join(sorted(known))})")
-    for key, value in table.items():
-        default = known[key]
-        if isinstance(default, tuple):
-            right = isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
-        else:
-            right = type(value) is type(default) or (type(default) is float and type(value) is int)
-        if not right:
-            raise JobError(f"framework {name}: {key} must be like {default!r}, got {value!r:.80}")
-    lists = {key: tuple(value) for key, value in table.items() if isinstance(value, list)}
-    return Framework(**{"name": name, **table, **lists})
+    built, problems = spec_from_table(f"framework.{name}", Framework, {**table, "name": name})
+    if problems:
+        raise JobError(Rules(problems).text())
+    return built  # type: ignore[no-any-return]
 
 
 FRAMEWORKS: Registry[Framework] = Registry(
@@ -223,8 +214,7 @@ def find_framework(text: str, container: str = "", date: str = "") -> Framework:
     """
     if is_facts_file(text):
         return _read_profile(text, file_version(text))
-    found = _profile_in(text, container, date)
-    if found is None:
+    if (found := _profile_in(text, container, date)) is None:
         raise JobError(FRAMEWORKS.unknown(text))
     return found
 

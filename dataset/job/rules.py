@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -30,7 +29,11 @@ MOST, MOST_LAYERS, MOST_DEVICES, MOST_ACTIONS, MOST_SLOWDOWN = 2**31, 10_000, 2*
 MOST_SIZE, MOST_EXPERTS = 2**24, 2**16  # of a model's dimensions
 MOST_ELEMENTS = 2**56  # of all parameters, and of an activation: with room for bytes and sums in 64 bits
 _NO_DECODER = ("bert", "t5", "vit")
-MOST_METRICS = 16  # losses of a micro-batch for metrics
+_FACTS = preset("job_facts.toml")
+_SIZES = {key: (0, ">=") for key in _FACTS["not_negative"].split()} | {
+    key: (1e-300, ">") for key in _FACTS["positive"].split()
+}
+_sizes_of, _numbers_of, _choices_of = map(lambda keys: attrgetter(*keys), (_SIZES, _FACTS["ranges"], specs.CHOICES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,60 +83,42 @@ def broken_rules(job: JobTables) -> Rules:
     rules = Rules()
     _sizes(rules, job)
     _choices(rules, job)
-    if rules:
-        return rules
-    _elements(rules, job)
-    _degrees(rules, job)
-    _model(rules, job)
-    _tables(rules, job)
-    if not rules:
-        _pipeline(rules, job)
-        _cluster(rules, job)
+    for check in () if rules else (_elements, _degrees, _model, _lengths, _attention, _experts, _tables):
+        check(rules, job)
+    for check in () if rules else (_pipeline, _cluster):
+        check(rules, job)
     return rules
 
 
 def _sizes(rules: Rules, job: JobTables) -> None:
-    for names, least in (("positive", "> 0"), ("not_negative", ">= 0")):
-        for key in preset("job_facts.toml")[names].split():
-            value = attrgetter(key)(job)
-            most = MOST_LAYERS if key.endswith("layers") else MOST_SIZE if key.startswith("model.") else MOST
-            low = value > 0 if least == "> 0" else value >= 0
-            rules.require(low and value <= most, f"{key} must be {least} and <= {most}, got {value}")
+    for (key, (least, sign)), value in zip(_SIZES.items(), _sizes_of(job), strict=True):
+        most = MOST_LAYERS if key.endswith("layers") else MOST_SIZE if key.startswith("model.") else MOST
+        if not least <= value <= most:
+            rules.append(f"{key} must be {sign} 0 and <= {most}, got {value}")
+    for (key, (low, high)), value in zip(_FACTS["ranges"].items(), _numbers_of(job), strict=True):
+        rules.lies(key, value, low, high)
     devices = job.cluster.num_devices
     rules.require(devices <= MOST_DEVICES, f"nodes * devices_per_node must be <= {MOST_DEVICES}, got {devices}")
 
 
-def _elements(rules: Rules, job: JobTables) -> None:
-    """Limit products of sizes that are allowed one by one: parameters, activations and attention scores."""
-    m = job.model
-    head = max(m.head_size + m.rope_head_dim, m.v_head_dim)
-    experts = (m.experts + m.shared_experts) * m.expert_ffn
-    width = max(m.hidden, m.ffn, m.vocab, m.patch_dim, m.q_lora_rank, m.kv_lora_rank, m.heads * head, experts)
-    length = max(m.seq_len, m.encoder_seq_len)
-    tokens = job.batch.micro_batch * length * max(m.imbalance, m.capacity_factor, 1.0)
-    for words, value in (
-        ("layers * hidden * widest dimension", m.total_layers * m.hidden * width),
-        ("micro_batch * seq_len * widest dimension", tokens * width),
-        ("micro_batch * heads * seq_len * seq_len", job.batch.micro_batch * m.heads * length * length),
-    ):
-        rules.require(value <= MOST_ELEMENTS, f"{words} must be <= {MOST_ELEMENTS:.3g}, got {value:.3g}")
-
-
 def _choices(rules: Rules, job: JobTables) -> None:
+    from stepsight.dataset.job.schedules import SCHEDULES  # numpy: only once there is a job
+
     p = job.parallel
-    for key, allowed in specs.CHOICES.items():
-        value = attrgetter(key)(job)
+    for (key, allowed), value in zip(specs.CHOICES.items(), _choices_of(job), strict=True):
         for word in value if isinstance(value, tuple) else (value,):
             if word not in allowed:
-                names: Iterable[object] = allowed.names() if isinstance(allowed, Registry) else allowed
+                names = allowed.names() if isinstance(allowed, Registry) else allowed
                 words = ", ".join(repr(known) if known == "" else str(known) for known in names)
                 rules.append(f"{key} must be one of {words}, got {word!r:.80}{did_you_mean(word, names)}")
-    _schedule(rules, p)
-    rules.lies("execution.dispatch_calls", job.execution.dispatch_calls, 0, 10_000)
-    rules.lies("execution.op_calls", job.execution.op_calls, 0, 10_000)
+    if not p.schedule.endswith(".csv"):  # a file is checked when it is read
+        kind, v = SCHEDULES.get(p.schedule), p.virtual_stages
+        if kind is None:
+            rules.append(f"parallel.{SCHEDULES.unknown(p.schedule)}")
+        elif not kind.allows(v) and not p.pp == v == 1:
+            rules.append(f"schedule {p.schedule} has virtual_stages {kind.allowed}, got {v}")
     stated = {name: getattr(job.execution, name) for name in ("date", *LIBRARIES)}
-    for problem in software_problems(stated) if any(stated.values()) else ():
-        rules.append(f"execution.{problem}")
+    rules += [f"execution.{problem}" for problem in software_problems(stated)]
     rules.require(
         sorted(p.order.split("-")) == sorted(specs.AXES),
         f"parallel.order must name {', '.join(specs.AXES)} once each, joined by '-', got {p.order!r:.80}",
@@ -147,20 +132,20 @@ def _choices(rules: Rules, job: JobTables) -> None:
         rules.append(str(error))
 
 
-def _schedule(rules: Rules, parallel: specs.ParallelSpec) -> None:
-    """A schedule by name, with its virtual stages; a file is checked when it is read."""
-    from stepsight.dataset.job.schedules import SCHEDULES  # numpy: only once there is a job
-
-    if parallel.schedule.endswith(".csv"):
-        return
-    if parallel.schedule not in SCHEDULES:
-        rules.append(f"parallel.{SCHEDULES.unknown(parallel.schedule)}")
-        return
-    kind, v = SCHEDULES[parallel.schedule], parallel.virtual_stages
-    rules.require(
-        kind.allows(v) or (parallel.pp == 1 and v == 1),
-        f"schedule {parallel.schedule} has virtual_stages {kind.allowed}, got {v}",
-    )
+def _elements(rules: Rules, job: JobTables) -> None:
+    """Limit products of sizes that are allowed one by one: parameters, activations and attention scores."""
+    m = job.model
+    head = max(m.head_size + m.rope_head_dim, m.v_head_dim)
+    experts = (m.experts + m.shared_experts) * m.expert_ffn
+    width = max(m.hidden, m.ffn, m.vocab, m.patch_dim, m.q_lora_rank, m.kv_lora_rank, m.heads * head, experts)
+    length, batch = max(m.seq_len, m.encoder_seq_len), job.batch.micro_batch
+    tokens = batch * length * max(m.imbalance, m.capacity_factor, 1.0)
+    for words, value in (
+        ("layers * hidden * widest dimension", m.total_layers * m.hidden * width),
+        ("micro_batch * seq_len * widest dimension", tokens * width),
+        ("micro_batch * heads * seq_len * seq_len", batch * m.heads * length * length),
+    ):
+        rules.require(value <= MOST_ELEMENTS, f"{words} must be <= {MOST_ELEMENTS:.3g}, got {value:.3g}")
 
 
 def _degrees(rules: Rules, job: JobTables) -> None:
@@ -170,9 +155,7 @@ def _degrees(rules: Rules, job: JobTables) -> None:
     rules.divides(b.flushes, "batch.flushes", job.num_micro_batches, "a replica's micro-batches")
     rules.divides(p.shards, "parallel.dp_shard", p.dp, "dp")
     rules.require(p.expert_tp in (0, 1, p.tp), f"parallel.expert_tp must be 1 or tp, got {p.expert_tp} with tp {p.tp}")
-    group, words = p.dp * p.cp, "dp * cp"
-    if p.experts_tp < p.tp:
-        group, words = group * p.tp, "dp * cp * tp"
+    group, words = (p.dp * p.cp * p.tp, "dp * cp * tp") if p.experts_tp < p.tp else (p.dp * p.cp, "dp * cp")
     rules.divides(p.ep, "parallel.ep", group, words)
 
 
@@ -183,18 +166,19 @@ def _model(rules: Rules, job: JobTables) -> None:
     rules.divides(m.kv_heads, "model.kv_heads", m.heads, "heads")
     for key in ("heads", "kv_heads", "ffn", *(["vocab"] if p.vocab_parallel and m.family != "vit" else [])):
         rules.divides(p.tp, "parallel.tp", getattr(m, key), f"model.{key}")
-    if m.family == "llama" and m.attention != "mla":
-        rules.require(m.head_size % 2 == 0, f"rotary positions need an even model.head_dim, got {m.head_size}")
-    _lengths(rules, job)
-    _attention(rules, job)
-    _experts(rules, job)
+    for key, families in _FACTS["families"].items():
+        value = attrgetter(key)(job)
+        if m.family not in families and value != getattr(type(m), key.partition(".")[2]):
+            rules.append(f"{key} is for {', '.join(families)} alone, got {value!s:.80} with {m.family}")
+    for key, where in _FACTS["with"].items():
+        other, _, wanted = where.partition(" = ")
+        if attrgetter(other)(job) == wanted and attrgetter(key)(job) <= 0:
+            rules.append(f"{key} must be > 0 with {where}, got {attrgetter(key)(job)}")
 
 
 def _tables(rules: Rules, job: JobTables) -> None:
-    m, p = job.model, job.parallel
+    m, p, kind = job.model, job.parallel, job.optimizer.kind
     if m.family != "dlrm":
-        rules.require(not m.tables, f"model.tables are for dlrm, got {len(m.tables)} with {m.family}")
-        kind = job.optimizer.kind
         rules.require(
             kind not in specs.OTHER_OPTIMIZERS,
             f"optimizer.kind must be one of adam, adamw, got {kind!r:.80}, which is for dlrm, with family {m.family}",
@@ -202,9 +186,8 @@ def _tables(rules: Rules, job: JobTables) -> None:
         return
     check_tables(rules, m)
     others = {"tp": p.tp, "cp": p.cp, "pp": p.pp, "ep": p.ep}
-    alone = all(degree == 1 for degree in others.values()) and not p.zero_stage and p.recompute == "none"
     rules.require(
-        alone,
+        {*others.values()} == {1} and not p.zero_stage and p.recompute == "none",
         "dlrm is data-parallel beside its tables: tp, cp, pp and ep must be 1, zero_stage 0 and recompute none, got "
         f"{others}, {p.zero_stage} and {p.recompute!r:.40}",
     )
@@ -214,22 +197,10 @@ def _tables(rules: Rules, job: JobTables) -> None:
 
 def _lengths(rules: Rules, job: JobTables) -> None:
     m, p = job.model, job.parallel
-    lengths = {"seq_len": m.seq_len}
-    if m.family == "t5":
-        lengths["encoder_seq_len"] = m.encoder_seq_len
-        for key in ("encoder_layers", "encoder_seq_len"):
-            rules.require(getattr(m, key) > 0, f"model.{key} must be > 0 for t5, got {getattr(m, key)}")
-    else:
-        rules.require(m.encoder_layers == 0, f"model.encoder_layers is for t5 alone, got {m.encoder_layers}")
     rules.require(0 < m.loss_share <= 1, f"model.loss_share must lie in (0, 1], got {m.loss_share}")
-    rules.lies("model.metric_losses", m.metric_losses, 0, MOST_METRICS)
     rules.lies("model.unpadded_len (of seq_len)", m.unpadded_len, 0, m.seq_len)
-    rules.require(
-        m.family == "bert" or (m.loss_share == 1 and m.unpadded_len == 0),
-        f"model.loss_share and unpadded_len are for bert, got {m.loss_share} and {m.unpadded_len} with {m.family}",
-    )
-    rules.require(m.family != "vit" or m.patch_dim > 0, f"model.patch_dim must be > 0 for vit, got {m.patch_dim}")
-    for key, length in lengths.items():
+    for key in ("seq_len", *(["encoder_seq_len"] if m.family == "t5" else [])):
+        length = getattr(m, key)
         if p.cp > 1:  # a causal mask is balanced by giving every rank two parts of the sequence
             causal = m.family not in ("bert", "vit") and key == "seq_len"
             parts, words = (2 * p.cp, "2 * cp") if causal else (p.cp, "cp")
@@ -243,27 +214,38 @@ def _lengths(rules: Rules, job: JobTables) -> None:
 
 def _attention(rules: Rules, job: JobTables) -> None:
     m, p = job.model, job.parallel
-    rules.require(0 <= m.dropout < 1, f"model.dropout must lie in [0, 1), got {m.dropout}")
-    rules.require(
-        m.fused_attention or not m.attention_kernels,
-        f"model.attention_kernels are of fused attention, got {m.attention_kernels!r:.80} with fused_attention false",
-    )
-    rules.require(
-        m.fused_attention or p.cp == 1 or p.context_parallel == "all_gather",
-        f"context_parallel 'ring' needs fused_attention, got fused_attention false with cp {p.cp}",
-    )
-    rules.require(
-        not p.offload_activations or p.recompute == "none",
-        f"activations are offloaded or recomputed: offload_activations needs recompute 'none', got {p.recompute!r:.80}",
-    )
+    latent, mha = m.attention == "mla", m.attention != "mla"
+    for holds, text in (
+        (0 <= m.dropout < 1, f"model.dropout must lie in [0, 1), got {m.dropout}"),
+        (
+            m.fused_attention or not m.attention_kernels,
+            f"model.attention_kernels are of fused attention, got {m.attention_kernels!r:.80} with fused_attention "
+            "false",
+        ),
+        (
+            m.fused_attention or p.cp == 1 or p.context_parallel == "all_gather",
+            f"context_parallel 'ring' needs fused_attention, got fused_attention false with cp {p.cp}",
+        ),
+        (
+            not p.offload_activations or p.recompute == "none",
+            "activations are offloaded or recomputed: offload_activations needs recompute 'none', got "
+            f"{p.recompute!r:.80}",
+        ),
+        (
+            m.family != "llama" or latent or m.head_size % 2 == 0,
+            f"rotary positions need an even model.head_dim, got {m.head_size}",
+        ),
+        (
+            mha or m.family not in _NO_DECODER,
+            f"attention 'mla' is for gpt and llama, got family {m.family!r:.80}",
+        ),
+        (
+            mha or m.kv_heads == m.heads,
+            f"with attention 'mla' kv_heads = heads, got {m.kv_heads} and {m.heads} heads",
+        ),
+    ):
+        rules.require(holds, text)
     rules.lies("parallel.offload_layers (of the model's layers)", p.offload_layers, 0, m.total_layers)
-    if m.attention == "mla":
-        rules.require(m.family not in _NO_DECODER, f"attention 'mla' is for gpt and llama, got family {m.family!r:.80}")
-        rules.require(
-            m.kv_heads == m.heads, f"with attention 'mla' kv_heads = heads, got {m.kv_heads} and {m.heads} heads"
-        )
-        for key in ("kv_lora_rank", "rope_head_dim", "v_head_dim"):
-            rules.require(getattr(m, key) > 0, f"model.{key} must be > 0 with attention 'mla', got {getattr(m, key)}")
 
 
 def _experts(rules: Rules, job: JobTables) -> None:

@@ -241,8 +241,6 @@ def check_tables(rules: Rules, model: ModelSpec) -> None:
         sizes = getattr(model, key)
         right = bool(sizes) and 0 < min(sizes) <= max(sizes) <= MOST_WIDTH
         rules.require(right, f"model.{key} must be sizes from 1 to {MOST_WIDTH}, got {sizes!s:.80}")
-    for key in ("dense_features", "cross_layers", "cross_rank"):
-        rules.lies(f"model.{key}", getattr(model, key), 1, MOST_WIDTH)
     dims, width = sorted({table.dim for table in tables}), (0, *model.bottom_mlp)[-1]
     rules.require(
         model.interaction != "dot" or dims in ([], [width]),
@@ -253,8 +251,6 @@ def check_tables(rules: Rules, model: ModelSpec) -> None:
 
 def check_sharding(rules: Rules, model: ModelSpec, spec: ShardingSpec, ranks: Ranks, hardware: Any) -> None:
     """The rules of a sharding: every table of a plan is there, on ranks that there are, and fits them somewhere."""
-    rules.lies("sharding.cache", spec.cache, 0, 1)
-    rules.lies("sharding.replicate_mbytes", spec.replicate_mbytes, 0, 1e6)
     names = table_names(model.tables)
     stated, sizes = Counter(place.name for place in spec.tables), dict[str, str]()
     named = dict(zip(names, model.tables, strict=True))

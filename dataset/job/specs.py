@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
-from stepsight.dataset.base.caching import hashed_once
+from stepsight.dataset.base.caching import cached, hashed_once
+from stepsight.dataset.base.errors import shorten
 from stepsight.dataset.base.files import preset
 from stepsight.dataset.base.registry import Registry
 from stepsight.dataset.job.model_spec import ModelSpec as ModelSpec
@@ -342,3 +343,56 @@ SECTIONS: MappingProxyType[str, type] = MappingProxyType(
 OPTIONAL = ("parallel", "optimizer", "execution", "sharding")  # tables that may be left out
 # A small catalogue of published models, by name: ``[model] name = "gpt3-175b"``.
 MODELS: Mapping[str, dict[str, Any]] = MappingProxyType(preset("models.toml"))
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+_hints = cached(64)(get_type_hints)  # evaluating them costs more than checking them
+
+
+def spec_from_table(section: str, spec: type, table: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """One table as its dataclass (None if that is not possible), and everything that is wrong with it."""
+    known, hints = {f.name: f for f in fields(spec)}, _hints(spec)
+    problems = [f"unknown key {section}.{shorten(key)}" for key in sorted(map(str, table)) if key not in known]
+    if problems:
+        problems[0] += f" (known: {', '.join(sorted(known))})"
+    missing = [name for name, f in known.items() if f.default is f.default_factory and name not in table]
+    problems += [f"missing key {section}.{name}" for name in missing]
+    values = dict(table) if not problems else {}
+    for name, value in values.items():
+        if get_origin(hints[name]) is tuple and isinstance(value, list | tuple):
+            of, items = get_args(hints[name])[0], list(value)
+            for at, item in enumerate(value) if of not in _WORDS else ():
+                if isinstance(item, Mapping):
+                    items[at], wrong = spec_from_table(f"{section}.{name}[{at}]", of, item)
+                    problems += wrong
+            values[name] = tuple(items)
+    problems = problems or type_problems(section, spec, values)
+    return None if problems else spec(**values), problems
+
+
+def type_problems(section: str, spec: type, held: object) -> list[str]:
+    """Fields of a dataclass that do not hold what they must: of an instance, or by name."""
+    problems, values = [], held if isinstance(held, Mapping) else None
+    for name, hint in _hints(spec).items():
+        if values is not None and name not in values:
+            continue
+        value, where = getattr(held, name) if values is None else values[name], f"{section}.{name}"
+        kinds = get_args(hint) or (hint,)
+        if get_origin(hint) is tuple and isinstance(value, tuple):
+            if kinds[0] in _WORDS:
+                wrong = [item for item in value if not _is_one(item, kinds[:1])]
+                problems += [f"{where} must hold {_WORDS[kinds[0]]} each, got {item!r:.80}" for item in wrong[:1]]
+            for at, item in enumerate(value) if kinds[0] not in _WORDS else ():
+                one = [] if isinstance(item, kinds[0]) else [f"{where}[{at}] must be a table, got {item!r:.80}"]
+                problems += one or type_problems(f"{where}[{at}]", kinds[0], item)
+        elif not _is_one(value, (str, Mapping) if hint is Any else () if get_origin(hint) is tuple else kinds):
+            words = " or ".join(_WORDS[kind] for kind in kinds if kind in _WORDS)
+            words = "a list" if get_origin(hint) is tuple else words or "a preset's name or a table"
+            problems.append(f"{where} must be {words}, got {value!r:.80}")
+        elif isinstance(value, str) and not value.isprintable():
+            problems.append(f"{where} must be printable, got {value!a:.80}")
+    return problems
+
+
+def _is_one(value: object, kinds: tuple[Any, ...]) -> bool:
+    """Whether a value has one of some types: a whole number is a number, true and false are none."""
+    right = isinstance(value, (*kinds, int) if float in kinds else kinds)
+    return right and (bool in kinds or not isinstance(value, bool))

@@ -72,7 +72,7 @@ def test_generations_of_attention() -> None:
 @pytest.mark.parametrize(
     ("table", "text"),
     [
-        ({"zoo": 1}, "unknown keys zoo"),
+        ({"zoo": 1}, "unknown key framework.mine.zoo"),
         ({"p2p": "half"}, "p2p must be one of full, scattered, got 'half'"),
         ({"attention": "flash-9"}, "attention must be one of unfused, flash-1"),
         ({"gradients": "fp8"}, "gradients must be one of"),

@@ -51,7 +51,7 @@ def job(model: dict[str, Any], **parallel: Any) -> Job:
         ),
         ({"family": "bert", **LATENT}, {}, "attention 'mla' is for gpt and llama, got family 'bert'"),
         ({**LATENT, "kv_heads": 2}, {}, "with attention 'mla' kv_heads = heads, got 2 and 4 heads"),
-        ({"attention": "mla"}, {}, "model.kv_lora_rank must be > 0 with attention 'mla', got 0"),
+        ({"attention": "mla"}, {}, "model.kv_lora_rank must be > 0 with model.attention = mla, got 0"),
         ({**MIXTURE, "expert_ffn": 16}, {"ep": 3}, r"parallel.ep must divide dp \* cp, got 8 % 3 = 2"),
         ({**MIXTURE, "experts": 12}, {"ep": 8}, "parallel.ep must divide model.experts, got 12 % 8 = 4"),
         ({}, {"ep": 2}, "parallel.ep > 1 needs model.experts, got ep 2 with a dense model"),
@@ -82,8 +82,8 @@ def job(model: dict[str, Any], **parallel: Any) -> Job:
             {},
             r"micro_batch \* seq_len \* widest dimension must be <= 7.21e\+16, got 2.25e\+21",
         ),
-        ({"family": "vit"}, {}, "model.patch_dim must be > 0 for vit, got 0"),
-        ({"family": "t5"}, {}, "model.encoder_layers must be > 0 for t5, got 0"),
+        ({"family": "vit"}, {}, "model.patch_dim must be > 0 with model.family = vit, got 0"),
+        ({"family": "t5"}, {}, "model.encoder_layers must be > 0 with model.family = t5, got 0"),
     ],
 )
 def test_models_and_strategies_that_do_not_go_together(
