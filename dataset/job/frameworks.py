@@ -23,7 +23,7 @@ from stepsight.dataset.job.specs import CHOICES, RECOMPUTE, spec_from_table
 SELECTIVE = ("attention", "every-2nd-layer")
 ATTENTION = ("unfused", "flash-1", "flash-2", "flash-3")
 _MONTH = "20[0-9]{2}-(?:0[1-9]|1[0-2])"
-_OWN_CHOICES: Mapping[str, Collection[str]] = {
+_OWN_CHOICES: dict[str, Collection[Any]] = {
     "selective": SELECTIVE, "attention": ATTENTION, "gradients": ("model", "model-fused", "fp32", "fp32-cast"),
     "p2p": ("full", "scattered"), "recompute": ("", *RECOMPUTE),
 }  # fmt: skip
