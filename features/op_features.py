@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
-from stepsight.dataset.kinds import kinds_version
 from stepsight.dataset.kinds.op import DTYPE_BYTES, OP_KINDS, Op
 
 TILES = ((256, 128), (128, 256), (128, 128), (64, 64), (128, 64), (64, 128), (64, 256), (256, 64), (192, 128))
@@ -86,11 +85,11 @@ _DIMS = len(_BEFORE_DIMS)
 
 def op_feature_names() -> tuple[str, ...]:
     """Names of the columns of ``op_features``: one for each dim of the kind with the most dims, and others."""
-    return _names(kinds_version())
+    return _names(OP_KINDS.version)
 
 
 @cached(4)
-def _names(version: tuple[int, int]) -> tuple[str, ...]:
+def _names(version: int) -> tuple[str, ...]:
     num_dims = max(len(kind.dim_names) for kind in OP_KINDS.values())
     return (*_BEFORE_DIMS, *(f"log_dim{i}" for i in range(num_dims)), *_AFTER_DIMS)
 

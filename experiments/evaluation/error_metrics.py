@@ -27,7 +27,7 @@ from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE
 from stepsight.training.fitting.train_runs import spearman
 from stepsight.training.prediction.prediction import ROOFLINE, asked_predictor, is_word, predict
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.predictor.software_used import SoftwareUsed, kernels_asked
+from stepsight.training.predictor.software_used import SoftwareUsed
 from stepsight.training.shipped.catalogue import shipped_predictor, shipped_without
 from stepsight.training.tracking.tracking import load_predictor
 
@@ -336,7 +336,7 @@ def score(row: Row, predictor_of: PredictorOf) -> Scored:
         if taught.hardware.name != job.cluster.hardware:
             raise JobError(OTHER_HARDWARE)
         try:
-            kernels_asked(taught, job)
+            taught.kernels_asked(job)
         except PredictorError as error:
             raise RowError(str(error)) from None
         if is_copy(job, row.measured_s, taught.manifest.get("fitted_rows", ())):

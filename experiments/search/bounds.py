@@ -26,8 +26,8 @@ from stepsight.experiments.search.strategies import Block, Grid
 from stepsight.simulator.blocks.family import find_family
 from stepsight.simulator.blocks.step import RankShape
 from stepsight.simulator.clock.engine import Floats
-from stepsight.simulator.durations.latency_model import LatencyModel, Seconds, launch_calls
-from stepsight.simulator.durations.segment_timing import Timer
+from stepsight.simulator.durations.latency_model import LatencyModel, Seconds
+from stepsight.simulator.durations.segment_timing import Timer, launch_calls
 from stepsight.simulator.iteration.lower_bounds import (
     Collectives,
     PassKind,

@@ -73,15 +73,6 @@ def host_times(latency: LatencyModel) -> HostTimes | None:
     return getattr(latency, "host_times", None)
 
 
-def launch_calls_of(job: Job) -> LaunchCalls:
-    return LaunchCalls(job.execution.op_calls, job.execution.dispatch_calls)
-
-
-def launch_calls(latency: LatencyModel) -> LaunchCalls:
-    """The host's software of the job that a latency model was made for; a launch an op if the model states none."""
-    return getattr(latency, "calls", ONE_LAUNCH)
-
-
 def preset_latency(hardware_name: str, fabric: Fabric, calls: LaunchCalls = ONE_LAUNCH) -> RooflineLatency | None:
     """The roofline of a known hardware or of a hardware file, the same object each time; None if the name is unknown.
     ``calls``: of the host's software.

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import Memo, hashed_once
+from stepsight.dataset.hardware.hardware_facts import ONE_LAUNCH, LaunchCalls
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.clock.engine import (
     COMPUTE,
@@ -29,7 +30,7 @@ from stepsight.simulator.clock.engine import (
     run_events,
     to_from,
 )
-from stepsight.simulator.durations.latency_model import LatencyModel, launch_calls
+from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.programs.block_pass import STREAMS, BlockPass, Work
 from stepsight.simulator.programs.segment import Segment
 
@@ -257,6 +258,11 @@ def _across(works: Sequence[Work], factor: float) -> Floats:
         return np.ones(len(works))
     leaves = [isinstance(work, Collective) and work.num_nodes > 1 for work in works]
     return np.where(np.array(leaves, dtype=np.bool_), factor, 1.0)
+
+
+def launch_calls(latency: LatencyModel) -> LaunchCalls:
+    """The host's software of the job that a latency model was made for; a launch an op if the model states none."""
+    return getattr(latency, "calls", ONE_LAUNCH)
 
 
 def timer_of(latency: LatencyModel) -> Timer:

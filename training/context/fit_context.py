@@ -24,8 +24,8 @@ from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.features import graph_features
 from stepsight.gnn.context_model import BOUND, ContextModel, iteration_loss, node_loss
 from stepsight.simulator.clock.engine import add_path
-from stepsight.simulator.durations.latency_model import LatencyModel, launch_calls
-from stepsight.simulator.durations.segment_timing import Timer, timer_of
+from stepsight.simulator.durations.latency_model import LatencyModel
+from stepsight.simulator.durations.segment_timing import Timer, launch_calls, timer_of
 from stepsight.simulator.iteration.simulate import distinct_pipelines, simulate, simulate_lowered
 from stepsight.simulator.programs.lower import Lowered, lower
 from stepsight.training.measured.imported_ops import ImportedSegments

@@ -110,10 +110,10 @@ def predict(
         Prediction(21.55 s, 18.95 to 25.22 s, 24.7 GB, gpt3-175b on 1024 x a100-sxm-80gb)
     """
     if not isinstance(job, Program):
-        usual, stated = Job.of(job), software_stated(date, container)
-        if not stated:
+        usual = Job.of(job)
+        if not (date or container):
             return one_job.predict(usual, predictor, software=software, latency=latency)
-        asked = Job.of(job, stated)
+        asked = Job.of(job, software_stated(date, container))
         found = one_job.predict(asked, predictor, software=software, latency=latency)
         return with_change(found, software_change(usual, asked))
     if software or latency or date or container:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.hardware.hardware import find_hardware, unknown_hardware
+from stepsight.dataset.hardware.hardware_facts import LaunchCalls
 from stepsight.dataset.job.job import Job, JobLike
 from stepsight.simulator.durations import latency_model
 from stepsight.simulator.iteration.simulate import Simulation, exchange_facts, simulate
@@ -379,7 +380,9 @@ def predict(
     """Predict a job, as the public ``ask_many.predict`` does."""
     if not isinstance(job, Job):
         job = Job.of(job)
-    if latency := latency or latency_model.latency_name(predictor):
+    if isinstance(predictor, str):
+        latency = latency or latency_model.latency_name(predictor)
+    if latency:
         given = latency_model.latency_of_job(job, latency)
         simulation = simulate(job, given)
         return Prediction(job, simulation.iteration_time_s, given.source, simulation, given=given)
@@ -422,7 +425,8 @@ def source_of_facts(job: Job) -> str:
 
 def latency_of_facts(job: Job) -> latency_model.RooflineLatency:
     """Durations from the hardware facts of a job.  Raises ``JobError`` if the hardware is unknown."""
-    latency = latency_model.preset_latency(job.cluster.hardware, job.fabric, latency_model.launch_calls_of(job))
+    calls = LaunchCalls(job.execution.op_calls, job.execution.dispatch_calls)
+    latency = latency_model.preset_latency(job.cluster.hardware, job.fabric, calls)
     if latency is None:
         raise JobError(
             f"without a predictor, cluster.{unknown_hardware(job.cluster.hardware)}: train a predictor, or "

@@ -19,10 +19,12 @@ from stepsight.dataset.kinds import CollectiveKind, OpKind
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS
 from stepsight.features.collective_features import COLLECTIVE_AXES, COLLECTIVE_FEATURES, COLLECTIVE_TERMS, NCCL_TERMS
 from stepsight.features.op_features import FEATURE_VERSION, OP_TERMS, check_version, op_feature_names
+from stepsight.gnn.inference import CONFIG, TABLE, ContextNetwork
 from stepsight.training.collectives.collective_models import BOUNDS, NCCL_BOUNDS, CollectiveModel
 from stepsight.training.kernels.host_calls import CALL_FEATURES, HostCalls
 from stepsight.training.kernels.kernel_models import KernelModel, num_axes, op_bounds, same_chip
 from stepsight.training.kernels.transferred import Teacher, Transfer
+from stepsight.training.predictor.own_context import OWN, Context, OwnContext
 from stepsight.training.regression.regressor import Regressor
 from stepsight.training.regression.trees import Trees
 
@@ -62,20 +64,18 @@ def read_folder(folder: Path, parse: Callable[[dict[str, Any]], T], shipped: Seq
     if manifest["schema"] == UNSEALED:
         del found[MANIFEST]
     changed = sorted(name for name in {*saved, *found} if saved.get(name) != found.get(name))  # removed or added, too
-    refusal = PredictorError(
-        f"{folder}: files must be those that were saved, got changed, missing or added {', '.join(changed)}"
-    )
+    rule = f"{folder}: files must be those that were saved, got changed, missing or added"
     if not all(name.endswith(".json") for name in changed):  # libraries may read only files that stepsight wrote
-        raise refusal
+        raise PredictorError(f"{rule} {', '.join(changed)}")
     try:  # for a changed table, its own error is more helpful
         loaded = parse(manifest)
     except Exception as error:
-        if changed and not isinstance(error, PredictorError):
-            raise refusal from None
-        raise
-    if changed:
-        raise refusal
-    return loaded
+        if not changed or isinstance(error, PredictorError):
+            raise
+    else:
+        if not changed:
+            return loaded
+    raise PredictorError(f"{rule} {', '.join(changed)}")
 
 
 def check_output(folder: Path) -> None:
@@ -214,6 +214,19 @@ def load_host_calls(folder: Path) -> HostCalls | None:
         return HostCalls.from_dict(table, trees=trees)
 
     return read_part(folder / FILE, make)
+
+
+def load_context(folder: Path) -> Context | None:
+    """The context model of a predictor's folder, None if it has none.
+
+    Raises ``PredictorError`` if its files are broken, or it has two.
+    """
+    found = [name for name in (CONFIG, TABLE, OWN) if (folder / name).exists()]
+    if len(found) > 1:
+        raise PredictorError(f"a predictor has one context model, got {' and '.join(found)} in {folder}")
+    if found in ([], [OWN]):
+        return read_part(folder / OWN, lambda table: OwnContext.of(str(table["name"]))) if found else None
+    return ContextNetwork.load(folder)
 
 
 def _save_regressor(

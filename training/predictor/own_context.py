@@ -16,8 +16,6 @@ from stepsight.dataset.base.errors import PredictorError, StepsightError
 from stepsight.dataset.base.files import write_json
 from stepsight.dataset.base.registry import Registry, check_takes
 from stepsight.features.graph_features import SegmentGraph
-from stepsight.gnn.inference import CONFIG, TABLE, ContextNetwork
-from stepsight.training.predictor.model_tables import read_part
 
 Seconds = NDArray[np.float64]
 OWN = "own_context.json"  # names a context model that is registered or that a package brings
@@ -122,16 +120,3 @@ class OwnContext:
                 "then with_context(NAME)"
             )
         write_json(folder / OWN, {"name": self.registered})
-
-
-def load_context(folder: Path) -> Context | None:
-    """The context model of a predictor's folder, None if it has none.
-
-    Raises ``PredictorError`` if its files are broken, or it has two.
-    """
-    found = [name for name in (CONFIG, TABLE, OWN) if (folder / name).exists()]
-    if len(found) > 1:
-        raise PredictorError(f"a predictor has one context model, got {' and '.join(found)} in {folder}")
-    if found in ([], [OWN]):
-        return read_part(folder / OWN, lambda table: OwnContext.of(str(table["name"]))) if found else None
-    return ContextNetwork.load(folder)

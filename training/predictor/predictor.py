@@ -16,6 +16,7 @@ that come with the package lie in ``predictors``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -35,7 +36,6 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.features.graph_features import SegmentGraph
 from stepsight.gnn.inference import FORMS, LEVELS
-from stepsight.simulator.durations.latency_model import launch_calls_of
 from stepsight.training.collectives.collective_models import CollectiveModel
 from stepsight.training.corrections.calibration import Calibration
 from stepsight.training.corrections.corrector import Corrector, corrected
@@ -45,14 +45,16 @@ from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.kernels.kernel_models import KernelModel
 from stepsight.training.kernels.transferred import Teacher
 from stepsight.training.predictor import model_tables
-from stepsight.training.predictor.own_context import Context, ContextFunction, OwnContext, load_context
-from stepsight.training.predictor.software_used import kernels_asked
+from stepsight.training.predictor.own_context import Context, ContextFunction, OwnContext
 
 Seconds = NDArray[np.float64]
 SHIPPED = Path(__file__).parents[1] / "shipped" / "predictors"
 MAX_LATENCIES = 128  # latency models in a predictor's cache
 MAX_PROGRAMS, MAX_WORKS = 4096, 100_000  # entries of a latency model's cache
 FASTER, SLOWER, SLOWEST_S = 10.0, 1e6, 100.0  # factors relative to peaks and bandwidths; a latency
+ROWWISE = "a scale for each row"  # in names of software whose 8-bit products include a conversion
+_TABLE = re.compile(r"/(sglang|trtllm|vllm|nccl)/([0-9][^/]*)/")  # software and version in the path of a table
+_TABLE_NAMES = {"TensorRT-LLM": "trtllm", "SGLang": "sglang", "vLLM": "vllm", "NCCL": "nccl"}
 T = TypeVar("T", Op, Collective)
 
 
@@ -209,7 +211,7 @@ class Predictor:
             )
         devices = 1 if alone else job.cluster.num_devices
         busy = min(job.cluster.devices_per_node, devices)
-        software, calls = kernels_asked(self, job), launch_calls_of(job)
+        software, calls = self.kernels_asked(job), LaunchCalls(job.execution.op_calls, job.execution.dispatch_calls)
         return self.latency_on(job.fabric, busy, devices, job.batch.dtype, software, calls=calls)
 
     def latency_on(
@@ -236,6 +238,27 @@ class Predictor:
                 self, fabric=fabric, busy=busy, devices=devices, dtype=dtype, software=software, calls=calls
             )
         return known
+
+    def kernels_asked(self, job: Job) -> str:
+        """The software whose kernels a job asks for, without its version (empty: the usual one), if it is known."""
+        asked = job.execution.kernels
+        if not asked:
+            return ROWWISE if job.batch.fp8_scaling == "rowwise" else ""
+        named = re.fullmatch(r"(.*\S) +v?([0-9][\w.]*)", asked)
+        self.kernel.check_software(named[1] if named else asked)
+        known = self.measured_versions(named[1]) if named else ()
+        if named and named[2] not in known:
+            raise PredictorError(
+                f"execution.kernels asks for a version that this predictor does not know: {named[1]:.80} was measured "
+                f"in {' and '.join(sorted(known)) or 'an unknown version'}, got {asked!r:.80}; leave the version out"
+            )
+        return named[1] if named else asked
+
+    def measured_versions(self, name: str) -> set[str]:
+        """Versions of a software such as ``SGLang (torch)`` in the paths of the tables that taught the predictor."""
+        tables = {table for word, table in _TABLE_NAMES.items() if word.lower() in name.lower()}
+        found = filter(None, map(_TABLE.search, self.manifest.get("sources", ())))
+        return {version for table, version in (each.groups() for each in found) if table in tables}
 
     @property
     def source(self) -> str:
@@ -383,7 +406,7 @@ class Predictor:
             hardware,
             model_tables.load_kernel(folder, hardware, teacher_of),
             model_tables.load_collective(folder),
-            load_context(folder),
+            model_tables.load_context(folder),
             made(path, Calibration.from_dict, tables.get("calibration")),
             made(path, Intervals.from_dict, tables.get("intervals")),
             manifest,

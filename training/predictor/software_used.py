@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from stepsight.dataset.base.codec import Saved
-from stepsight.dataset.base.errors import JobError, PredictorError
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.frameworks import GENERIC, LIBRARIES, framework_in, release_month, version_numbers
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.training.kernels.kernel_models import KernelModel, label
+from stepsight.training.kernels.kernel_models import label
+from stepsight.training.predictor.predictor import Predictor
 
-ROWWISE = "a scale for each row"  # in names of software whose 8-bit products include a conversion
 # NCCL's versions that the model of collectives describes (``choice_terms``), and those of measured tables.
 OLDEST_NCCL = "2.18"
-_TABLE = re.compile(r"/(sglang|trtllm|vllm|nccl)/([0-9][^/]*)/")
-_TABLE_NAMES = {"TensorRT-LLM": "trtllm", "SGLang": "sglang", "vLLM": "vllm"}
 
 P = TypeVar("P", bound=Any)  # a prediction
 # The drift comes from 53 pairs of published runs of 13 models: the same layout on the same devices with two releases of
@@ -32,15 +29,6 @@ RATE_LOG = {"nemo": -0.0067 * 0.0067 / (0.0067 + 0.0053)}  # a month, by framewo
 SPREAD_LOG = 0.05
 TAUGHT = ("2024-04", "2026-08")  # first and last release of the pairs: outside, the drift stands still
 USUAL = {"nemo": "2025-10"}  # the middle of the dated runs that the profile was compared with
-
-
-class Asked(Protocol):
-    """The parts of a predictor that name software."""
-
-    @property
-    def kernel(self) -> KernelModel: ...
-    @property
-    def manifest(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,40 +48,21 @@ class SoftwareUsed(Saved):
         return "; ".join([*parts, *self.unused]) or "no measured software answers"
 
 
-def kernels_asked(predictor: Asked, job: Job) -> str:
-    """The software whose kernels a job asks for, without its version (empty: the usual one), if it is known."""
-    asked = job.execution.kernels
-    if not asked:
-        return ROWWISE if job.batch.fp8_scaling == "rowwise" else ""
-    named = re.fullmatch(r"(.*\S) +v?([0-9][\w.]*)", asked)
-    if named is None:
-        predictor.kernel.check_software(asked)
-        return asked
-    predictor.kernel.check_software(named[1])
-    known = {version for name, version in _measured(predictor) if _same(name, named[1])}
-    if named[2] not in known:
-        raise PredictorError(
-            f"execution.kernels asks for a version that this predictor does not know: {named[1]:.80} was measured in "
-            f"{' and '.join(sorted(known)) or 'an unknown version'}, got {asked!r:.80}; leave the version out"
-        )
-    return named[1]
-
-
-def software_used(job: Job, predictor: Asked | None, works: Iterable[Op | Collective]) -> SoftwareUsed:
+def software_used(job: Job, predictor: Predictor | None, works: Iterable[Op | Collective]) -> SoftwareUsed:
     """The software that a prediction of a job stands for; ``works``: its distinct ops and collectives."""
     execution = job.execution
     unused, doubts = [], []
     kernels: dict[str, str] = {}
     nccl: tuple[str, ...] = ()
     if predictor is not None:
-        model, asked = predictor.kernel, kernels_asked(predictor, job)
+        model, asked = predictor.kernel, predictor.kernels_asked(job)
         ops = {label(op.family, op, model.hardware): op for op in works if isinstance(op, Op)}
         for family, names in model.software.items():
             if family in ops and any(names):
                 name = names[model.variant(ops[family], asked)]
-                versions = sorted({version for table, version in _measured(predictor) if _same(table, name)})
+                versions = sorted(predictor.measured_versions(name))
                 kernels[family] = f"{name} {' and '.join(versions)}" if versions else name
-        nccl = tuple(sorted({version for name, version in _measured(predictor) if name == "nccl"}, key=version_numbers))
+        nccl = tuple(sorted(predictor.measured_versions("NCCL"), key=version_numbers))
         asked = asked.lower() if execution.kernels else ""
         others = [f"{family} by {name}" for family, name in kernels.items() if asked not in name.lower()]
         if others:
@@ -116,16 +85,6 @@ def software_used(job: Job, predictor: Asked | None, works: Iterable[Op | Collec
         if stated and not (name == "nccl" and (stated in nccl or not _described(stated, nccl))):
             unused.append(f"{name} {stated} does not change the answer: no table compares its versions")
     return SoftwareUsed(profile=_profile(job), kernels=kernels, nccl=nccl, unused=tuple(unused), doubts=tuple(doubts))
-
-
-def _measured(predictor: Asked) -> list[tuple[str, str]]:
-    """Software and version of each table that a predictor learned from, as their paths state them."""
-    return [found.groups() for name in predictor.manifest.get("sources", ()) if (found := _TABLE.search(name))]  # type: ignore[misc]
-
-
-def _same(table: str, name: str) -> bool:
-    """Whether a table's software is the one of a name such as ``SGLang (torch)``."""
-    return any(word.lower() in name.lower() for word, short in _TABLE_NAMES.items() if short == table)
 
 
 def _described(version: str, measured: tuple[str, ...]) -> bool:
