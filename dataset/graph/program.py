@@ -39,20 +39,12 @@ def _distinct(things: Iterable[Any]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One op or collective of a program.
+    """One op or collective of a program."""
 
-    Attributes:
-        work: Signature of what is done.
-        stream: Name of the stream that does it (``compute``, ``tp``, ``dp``, ``pp`` …).
-        name: Where it comes from, for people (``layer3.qkv``).
-        share: Part of the signature's time that this node takes.  1 but for the compute time that an
-            overlapped collective steals from its device.
-    """
-
-    work: Op | Collective
-    stream: str = "compute"
-    name: str = ""
-    share: float = 1.0
+    work: Op | Collective  # signature of what is done
+    stream: str = "compute"  # that does it (``compute``, ``tp``, ``dp``, ``pp`` …)
+    name: str = ""  # where it comes from, for people (``layer3.qkv``)
+    share: float = 1.0  # of the signature's time; not 1 for what an overlapped collective takes from the computation
 
 
 class Program:
@@ -70,7 +62,6 @@ class Program:
     Attributes:
         nodes: In issue order: a node only ever waits for earlier ones.  A call of the host is an op ``host_calls``.
         edges: ``(before, after, why)`` by node index; stream order is implied and not listed.
-        label: What it is (``forward``, ``backward``, ``optimizer`` …).
         columns: ``(n,)`` each, by ``NODE_COLUMNS``: ``kind`` (index of ``NODE_KINDS``), ``stream``, ``step``
             (-1: none), ``phase`` (index of ``PHASES``, -1: none), ``work`` (index of ``works``, -1: a host call),
             ``name``, ``known`` (0 for an opaque op), ``call`` (the framework call that it belongs to, -1: unknown),
@@ -81,40 +72,26 @@ class Program:
         works: Distinct signatures.
         streams: Names of streams and host threads.
         names: Names of kernels, calls or layers.
-        groups: Name and ranks of groups of collectives.
         start_s, duration_s: ``(n,)``; zeros if they were not measured.
         delay_s: ``(e,)``.
         unrecorded_s: ``(n,)``: time before a node in which its stream was busy with what the trace leaves out.
-        rank: Which rank.
-        world_size: Of its job.
-        device: ``cuda`` for any accelerator, ``cpu``.
-        device_name: As the trace names it.
-        origin_us: Time in the trace's file that is 0 here.
-        steps_s: ``(k, 2)``: begin and end on the host.
-        whole: Whether the steps are whole: bounded by annotations or by repetition.
-        loading_s: ``(l, 2)``: when the host loaded data, by annotations of PyTorch's data loader.
-        warnings: What was found wrong, and what was done about it.
-        events: Events in the trace's file.
-        observed: Steps in it that an execution-trace observer slowed, and that are left out.
-        slowed: Numbers of steps that it slowed and that stay, since no other step has their work.
-        record: What the host recorded beside the nodes; a stored program has none.
     """
 
-    label: str = ""
-    groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    label: str = ""  # what it is (``forward``, ``backward``, ``optimizer`` …)
+    groups: tuple[tuple[str, tuple[int, ...]], ...] = ()  # name and ranks of groups of collectives
     rank: int = 0
-    world_size: int = 1
-    device: str = "cuda"
-    device_name: str = ""
-    origin_us: float = 0.0
-    steps_s: Floats = np.zeros((0, 2))
-    whole: bool = True
-    loading_s: Floats = np.zeros((0, 2))
-    warnings: tuple[str, ...] = ()
-    events: int = 0
-    observed: int = 0
-    slowed: tuple[int, ...] = ()
-    record: HostRecord | None = None
+    world_size: int = 1  # of its job
+    device: str = "cuda"  # for any accelerator, or ``cpu``
+    device_name: str = ""  # as the trace names it
+    origin_us: float = 0.0  # time in the trace's file that is 0 here
+    steps_s: Floats = np.zeros((0, 2))  # (k, 2): begin and end on the host
+    whole: bool = True  # whether the steps are: bounded by annotations or by repetition
+    loading_s: Floats = np.zeros((0, 2))  # (l, 2): when the host loaded data, by annotations of PyTorch's data loader
+    warnings: tuple[str, ...] = ()  # what was found wrong, and what was done about it
+    events: int = 0  # in the trace's file
+    observed: int = 0  # steps in it that an execution-trace observer slowed, and that are left out
+    slowed: tuple[int, ...] = ()  # numbers of steps that it slowed and that stay, since no other step has their work
+    record: HostRecord | None = None  # what the host recorded beside the nodes; a stored program has none
 
     def __init__(
         self, nodes: Sequence[Node] = (), edges: Sequence[tuple[int, int, Dependency]] = (), label: str = ""

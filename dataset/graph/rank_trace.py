@@ -210,6 +210,11 @@ class _View:
         launch, launch_events = self._launches(inside)
         met = np.flatnonzero(~self.is_op)
         numbered = zip(met.tolist(), *(nodes[name][self.place[met]].tolist() for name in ("group", "seq")), strict=True)
+        message = np.array([is_message(work) for work in self.works], dtype=np.bool_)
+        start, end = self.steps[self.steps[:, 1] > self.steps[:, 0]].T  # nothing can have happened in others
+        # calls that a step's time passes through: its own, or its peer's while it waits for a message
+        own_share = 1.0 - overlap(merge(self.waits[message[self.awaited]]), start, end) / (end - start)
+        passed = float((self._recorded(start, end) / np.maximum(own_share, 0.1)).sum())
         return RankTrace(
             rank=graph.rank,
             program=program,
@@ -228,7 +233,7 @@ class _View:
             launch_s=1e-9 * launch,
             launch_events=launch_events,
             step_s=tuple(step_s.tolist()) if graph.whole else (),
-            events_per_step=self._events_on_the_way(),
+            events_per_step=passed / max(len(self.steps), 1),
             waited_share=float(1e-9 * overlap(idle, *self.steps.T).sum() / step_s.sum()) if step_s.any() else 0.0,
             unclassified_s=1e-9 * float(self.own[nodes["known"][self.place] == 0].sum()),
         )
@@ -329,13 +334,6 @@ class _View:
                 launch[nodes] = np.diff(bounds)
                 launch_events[nodes] = self._recorded(bounds[:-1], bounds[1:])
         return launch, launch_events
-
-    def _events_on_the_way(self) -> float:
-        """Recorded calls that a step's time passes through: its own, or its peer's while it waits for a message."""
-        message = np.array([is_message(work) for work in self.works], dtype=np.bool_)
-        start, end = self.steps[self.steps[:, 1] > self.steps[:, 0]].T  # nothing can have happened in others
-        own_share = 1.0 - overlap(merge(self.waits[message[self.awaited]]), start, end) / (end - start)
-        return float((self._recorded(start, end) / np.maximum(own_share, 0.1)).sum()) / max(len(self.steps), 1)
 
 
 def _nanoseconds(seconds: Floats) -> Floats:

@@ -55,10 +55,9 @@ def clock_offsets(graphs: Sequence[Program], met: Sequence[Meeting]) -> list[flo
     offsets = [each - base for each in absolute]
     pairs: dict[tuple[int, int], list[float]] = {}
     for members in met:
-        places = sorted(members)
-        for place in places[1:]:
-            ends = [graphs[each].end_s[members[each]] for each in (places[0], place)]
-            pairs.setdefault((places[0], place), []).append(float(ends[0] - ends[1]))
+        (place, end), *others = [(each, float(graphs[each].end_s[node])) for each, node in sorted(members.items())]
+        for other, ended in others:
+            pairs.setdefault((place, other), []).append(end - ended)
     done: set[int] = set()
     for (one, other), differences in sorted(pairs.items()):
         done.add(one)

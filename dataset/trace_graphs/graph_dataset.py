@@ -115,9 +115,7 @@ def read_graph_table(
     where = [folder.resolve() for folder in folders]
     if len(set(where)) < len(where):
         raise TraceError(f"every run must be named once, got {len(where) - len(set(where))} twice")
-    tables: list[GraphTable] = []
-    runs: list[dict[str, Any]] = []
-    warnings: list[str] = []
+    tables, runs, warnings = list[GraphTable](), list[dict[str, Any]](), list[str]()
     every: list[Path | UnmeasuredRun] = [*folders, *unmeasured]
     for number, run in enumerate(every):
         if isinstance(run, Path) and not has_traces(run):

@@ -28,7 +28,18 @@ def learning_segments(table: GraphTable) -> list[TracedSegment]:
     nodes = {name: np.concatenate([each[name] for each in rows]) for name in rows[0]}
     order = np.lexsort((nodes["node"], nodes["graph"]))
     nodes = {name: values[order] for name, values in nodes.items()}
-    listed = _edges(table)
+    found = [np.zeros((4, 0), dtype=np.int64)]  # edges between works: graph, places of source and target, and kind
+    for key in edge_types():
+        source, relation, target = key
+        if relation in _WHY and _WHY[relation] != _ORDERED and {source, target} <= set(WORK_TYPES):
+            graph, ends = table.rows[key]["graph"], table.rows[key]["ends"].T
+            pair = [
+                table.rows[of]["node"][table.bounds[of][graph] + at]
+                for of, at in zip((source, target), ends, strict=True)
+            ]
+            found.append(np.stack([graph, *pair, np.full(len(graph), _WHY[relation])]))
+    listed = np.concatenate(found, axis=1)
+    listed = listed[:, np.lexsort((listed[3], listed[1], listed[2], listed[0]))]
     seconds, (works, work) = np.exp(nodes["y"].astype(np.float64)), distinct_works(nodes)
     bounds, edge_bounds = (np.searchsorted(of, np.arange(len(table) + 1)) for of in (nodes["graph"], listed[0]))
     shared: dict[object, Program] = {}
@@ -51,20 +62,6 @@ def learning_segments(table: GraphTable) -> list[TracedSegment]:
             )
         )
     return out
-
-
-def _edges(table: GraphTable) -> Ints:
-    """Edges between works, ``(4, e)``: graph, source and target by their places in it, and kind; in this order."""
-    found = [np.zeros((4, 0), dtype=np.int64)]
-    for key in edge_types():
-        source, relation, target = key
-        if relation in _WHY and _WHY[relation] != _ORDERED and {source, target} <= set(WORK_TYPES):
-            graph, ends = table.rows[key]["graph"], table.rows[key]["ends"].T
-            places = [table.bounds[name][graph] + each for name, each in zip((source, target), ends, strict=True)]
-            pair = [table.rows[name]["node"][at] for name, at in zip((source, target), places, strict=True)]
-            found.append(np.stack([graph, *pair, np.full(len(graph), _WHY[relation])]))
-    edges = np.concatenate(found, axis=1)
-    return edges[:, np.lexsort((edges[3], edges[1], edges[2], edges[0]))]
 
 
 _LAUNCHED = ("log_blocks", "log_threads", "registers", "log_shared_bytes")

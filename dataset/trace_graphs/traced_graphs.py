@@ -77,7 +77,13 @@ def segment_graphs(segments: Sequence[TracedSegment]) -> GraphTable:
     An op's seconds alone are the median of its signature on its rank where nothing ran beside it, without the time of
     the host before it.  Collectives have none.
     """
-    program, pairs, lengths = _joined([segment.program for segment in segments])
+    programs = [segment.program for segment in segments]
+    lengths, program = [len(each) for each in programs], Program.of_parts(programs)
+    drawn = {key: listed_pairs(each) for key, each in {id(each): each for each in programs}.items()}
+    every = [drawn[id(each)] for each in programs]
+    before = np.repeat(np.cumsum([0, *lengths])[:-1], [len(each.source) for each in every])
+    source, target, relation, delay_s = (np.concatenate(column) for column in zip(*every, strict=True))
+    pairs = Pairs(source + before, target + before, relation, delay_s)
     slot, launch_s, launch_events, start, end = (
         np.concatenate([of if len(of := getattr(s, name)) else np.full(len(s.program), none) for s in segments])
         for name, none in _TIMES.items()
@@ -108,15 +114,6 @@ def segment_graphs(segments: Sequence[TracedSegment]) -> GraphTable:
     about |= {"scope": ["segment"] * len(segments), "segment": [segment.label for segment in segments]}
     about |= {"calls": [[] for _ in segments], "events": [0.0] * len(segments)}
     return graph_table(program, owner, measured, pairs, about)
-
-
-def _joined(programs: Sequence[Program]) -> tuple[Program, Pairs, list[int]]:
-    """The nodes of programs as those of one, the pairs of all relations, and how many nodes each has."""
-    drawn = {key: listed_pairs(program) for key, program in {id(program): program for program in programs}.items()}
-    every, lengths = [drawn[id(program)] for program in programs], [len(program) for program in programs]
-    first = np.repeat(np.cumsum([0, *lengths])[:-1], [len(pairs.source) for pairs in every])
-    source, target, relation, delay_s = (np.concatenate(column) for column in zip(*every, strict=True))
-    return Program.of_parts(programs), Pairs(source + first, target + first, relation, delay_s), lengths
 
 
 def _medians(keys: NDArray[Any], values: Floats, chosen: Flags) -> Floats:

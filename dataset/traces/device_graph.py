@@ -113,7 +113,11 @@ def tie(events: RankEvents, steps: Steps, rows: Ints) -> Parts:
     names = Interned({name: number for number, name in enumerate(events.names)})
     idle = np.flatnonzero((rows >= 0) & (picked(device.end, previous, -np.inf) < picked(runtime.start, rows, 0.0)))
     staged = dict(zip(rows[idle].tolist(), (device.start[idle] - LAUNCH_US).tolist(), strict=True))
-    blocked = {row: staged.get(row, np.nan) for row in _blocked_copies(events, rows).tolist()}
+    copies = np.array([category.endswith("memcpy") for category, _, _ in events.kernels], dtype=np.bool_)
+    chosen = np.flatnonzero(copies[device["kernel"]] & (rows >= 0))  # copies whose calls return only when they end
+    begin, end, until = runtime.start[rows[chosen]], runtime.end[rows[chosen]], device.end[chosen]
+    waited = rows[chosen[(end >= until - 1.0) & (until > begin) & (end - begin > _BLOCKED_US)]]
+    blocked = {row: staged.get(row, np.nan) for row in np.unique(waited).tolist()}
     calls, first, last = _host_calls(events, steps, np.flatnonzero(waiting | launching), blocked, names)
     waits = np.unique(np.concatenate([last[waiting], last[list(blocked)]]))
     source, target, delay = chain(calls, events)
@@ -156,16 +160,6 @@ def _host_calls(
     last[calls["row"][places]] = places
     first[calls["row"][places[::-1]]] = places[::-1]
     return calls, first, last
-
-
-def _blocked_copies(events: RankEvents, rows: Ints) -> Ints:
-    """Rows of the runtime table that copy and return only when the copy has ended."""
-    device, runtime = events.device, events.runtime
-    copies = np.array([category.endswith("memcpy") for category, _, _ in events.kernels], dtype=np.bool_)
-    chosen = np.flatnonzero(copies[device["kernel"]] & (rows >= 0))
-    row = rows[chosen]
-    ends_after = (runtime.end[row] >= device.end[chosen] - 1.0) & (device.end[chosen] > runtime.start[row])
-    return np.unique(row[ends_after & (runtime.end[row] - runtime.start[row] > _BLOCKED_US)])
 
 
 def _usual(delays: Floats, most: float, otherwise: float) -> float:

@@ -123,26 +123,21 @@ class Annotation:
 class RankEvents:
     """Events of one rank's file.
 
+    Raises ``TraceError`` if the file is no whole Kineto trace, or an event lacks what every event has.
+
+    Columns of ``ops``: ``name``, ``signature``, ``thread``, ``sequence`` (autograd's, -1: none), ``record`` (number of
+    the function) and ``external`` (id); of ``runtime``: ``name``, ``thread``, ``correlation`` and ``external``; of
+    ``device``: ``kernel`` (number of the launch), ``stream``, ``correlation``, ``external`` and ``bytes`` of a copy.
+
     Attributes:
-        path: The file.
-        ops: Calls of host threads: ``name``, ``signature``, ``thread``, ``sequence`` (autograd's, -1: none), ``record``
-            (the recorded function's number) and ``external`` (id).
-        runtime: Calls of the device's runtime: ``name``, ``thread``, ``correlation`` and ``external``.
-        device: Kernels and copies: ``kernel`` (number of the launch), ``stream``, ``correlation``, ``external`` and
-            ``bytes`` of a copy.
+        ops, runtime, device: Calls of host threads; calls of the device's runtime; kernels and copies.
         syncs: Arguments of ``cuda_sync`` events.
-        annotations: Annotations of users and libraries in order of start.
-        comms: Recorded communication calls in order of start.
+        annotations, comms: Annotations of users and libraries, and recorded communication calls, in order of start.
         collective_args: What a kernel says of the collective that it is, by row of ``device``.
         names: Names of ops and runtime calls.
         kernels: Of device events: category, name and the JSON text of grid, block, registers and shared memory.
         streams: Device and stream ids.
-        header: Top-level keys of the file beside the events.
-        num_events: Events of any kind in the file.
-        warnings: What was found wrong and put right.
-
-    Raises:
-        TraceError: If the file is no whole Kineto trace, or an event lacks what every event has.
+        header, warnings: Top-level keys of the file beside the events; what was found wrong and put right.
     """
 
     def __init__(self, path: Path) -> None:
@@ -226,7 +221,9 @@ class RankEvents:
                     kind = kinds[event.cat] = _CATEGORIES.get(str(event.cat).lower(), -1)
                 add[kind](event)
         self._add_ops(sorted_out[_HOST])
-        self._add_calls(sorted_out[_RUNTIME])
+        args, threads = args_of(CallArgs, runtime := sorted_out[_RUNTIME]), self._threads
+        thread = [threads[event.pid, event.tid] for event in runtime]
+        self._runtime.add(runtime, self._numbers(runtime), thread, *_listed(args, "correlation", "external"))
         self._add_kernels(sorted_out[_DEVICE])
         self.syncs += [event.table() for event in sorted_out[_SYNC]]
         self.annotations += [self._stretch(event) for event in sorted_out[_ANNOTATION]]
@@ -262,11 +259,6 @@ class RankEvents:
             if name.startswith((_COMMUNICATION, *_MARKS)):
                 self._named[number] = name
         return numbers
-
-    def _add_calls(self, events: list[Event]) -> None:
-        args, threads = args_of(CallArgs, events), self._threads
-        thread = [threads[event.pid, event.tid] for event in events]
-        self._runtime.add(events, self._numbers(events), thread, *_listed(args, "correlation", "external"))
 
     def _add_kernels(self, events: list[Event]) -> None:
         args, kernels, streams = args_of(KernelArgs, events), self._kernels, self._streams

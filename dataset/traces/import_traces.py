@@ -76,11 +76,10 @@ def import_ranks(
     else:
         joined, graphs = _execution_of(files, trace_files(executions) if executions else []), []
         for number, path in enumerate(files, 1):
-            graphs.append(
-                read_rank(path, place, joined.get(path))
-                if form == "kineto"
-                else graph_of_trace(read_rank_trace(form, path, place))
-            )
+            if form == "kineto":
+                graphs.append(read_rank(path, place, joined.get(path)))
+            else:
+                graphs.append(graph_of_trace(read_rank_trace(form, path, place)))
             if on_file is not None:
                 on_file(number, len(files))
     ranks = [graph.rank for graph in graphs]
@@ -237,8 +236,8 @@ def read_rank_files(
     ``executions``: read the rank's execution trace too, if there is one, for the data dependencies of the graph.
     """
     form = trace_format(files, placement.rank, folder)
-    execution = folder / files["et"] if executions and "et" in files else None
     if form == "kineto":
+        execution = folder / files["et"] if executions and "et" in files else None
         graph = read_rank(folder / files[form], placement, execution)
         return rank_trace(graph), graph
     trace = read_rank_trace(form, folder / files[form], placement)

@@ -183,12 +183,10 @@ class CollectiveNodes:
     def __init__(self, events: RankEvents, world_size: int, placement: Placement) -> None:
         self._events, self._world_size, self._placement = events, world_size, placement
         self._numbers: dict[str, int] = {}
-        self._calls: dict[int, tuple[list[float], list[Annotation]]] = {}
+        self._calls: dict[int, list[Annotation]] = {}  # by thread, in order of start
         named = [each for each in events.annotations if each.name.startswith(("nccl:", "rccl:", _OURS))]
         for call in sorted([*named, *events.comms], key=lambda each: each.start):
-            starts, calls = self._calls.setdefault(call.thread, ([], []))
-            starts.append(call.start)
-            calls.append(call)
+            self._calls.setdefault(call.thread, []).append(call)
 
     def find(self, row: int, launch: Launch, issued: float, thread: int) -> tuple[Op | Collective, Rendezvous | None]:
         """The collective of a device event, an op if it joins no ranks; must be called in the order of launches."""
@@ -212,9 +210,8 @@ class CollectiveNodes:
 
     def _said(self, issued: float, thread: int) -> dict[str, Any]:
         """The communication calls around a launch; a record has more information than an annotation."""
-        starts, calls = self._calls.get(thread, ([], []))
-        place = bisect_right(starts, issued)
-        said: dict[str, Any] = {}
+        calls, said = self._calls.get(thread, []), dict[str, Any]()
+        place = bisect_right(calls, issued, key=lambda call: call.start)
         for call in calls[max(place - _MOST_DEPTH, 0) : place]:
             if call.end < issued:
                 continue

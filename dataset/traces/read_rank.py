@@ -99,9 +99,8 @@ def _identity(events: RankEvents, placement: Placement) -> tuple[int, int]:
     except (TypeError, ValueError, AttributeError):
         raise TraceError(f"distributedInfo must hold rank and world_size, got {info!r:.80} in {events.path}") from None
     if not (1 <= world_size <= MOST_RANKS and 0 <= rank < MOST_RANKS):
-        raise TraceError(
-            f"rank and world_size must be below {MOST_RANKS}, got {rank} and {world_size} in {events.path}"
-        )
+        rule = f"rank and world_size must be below {MOST_RANKS}"
+        raise TraceError(f"{rule}, got {rank} and {world_size} in {events.path}")
     if placement.rank not in (None, rank) and "rank" in info:
         raise TraceError(f"the trace of rank {placement.rank} must be its own, got that of rank {rank}: {events.path}")
     return rank, world_size

@@ -108,11 +108,8 @@ class StreamWaits:
         The main stream waits for any other one, another stream for the main one.  Which of the newest things on that
         stream it waits for is what no like wait contradicts: none may start before what it waits for ends.
         """
-        main = self._main_stream()
-        if main < 0:
-            return
-        groups: dict[tuple[int, int, int], list[tuple[int, float]]] = {}
-        for row, moment in self._waiting_rows():
+        main, groups = self._main_stream(), dict[tuple[int, int, int], list[tuple[int, float]]]()
+        for row, moment in self._waiting_rows() if main >= 0 else ():
             target = int(self._stream[row])
             sources = [stream for stream in self._by_stream if stream != main] if target == main else [main]
             for source in sources:
@@ -133,8 +130,7 @@ class StreamWaits:
         starts just when what it waits for has ended."""
         found = {}
         for back in range(_MOST_BACK):
-            pairs = [(self._last(source, moment, back), row) for row, moment in waits]
-            pairs = [(before, row) for before, row in pairs if before >= 0]
+            pairs = [(before, row) for row, moment in waits if (before := self._last(source, moment, back)) >= 0]
             lags = np.array([self._start[row] - self._end[before] for before, row in pairs])
             if len(lags) and (lags >= -_SLACK_US).mean() >= _SELDOM_WRONG:
                 found[back] = pairs, bool((np.abs(lags) <= _JUST_US).any())

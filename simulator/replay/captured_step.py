@@ -58,11 +58,8 @@ class CapturedStep:
     @cached_property
     def breakdown(self) -> dict[str, float]:
         """Seconds by what the computation stream does or waits for, mean over ranks; they add up to the step."""
-        sums = dict.fromkeys(CAUSES, 0.0)
-        for place in range(len(self.graphs)):
-            for cause, seconds in _rank_causes(self, place).items():
-                sums[cause] += seconds / len(self.graphs)
-        return sums
+        ranks = [_rank_causes(self, place) for place in range(len(self.graphs))]
+        return {cause: sum(rank[cause] / len(ranks) for rank in ranks) for cause in CAUSES}
 
     @cached_property
     def critical(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -77,12 +74,11 @@ class CapturedStep:
 def time_captured(graphs: Sequence[Program], latency: LatencyModel) -> CapturedStep:
     """Time one captured step of some ranks; raises ``CaptureError`` if they deadlock."""
     alone = tuple(timer_of(latency).work_seconds(graph.works) for graph in graphs)
-    host, found = host_times(latency), []
-    for graph, seconds in zip(graphs, alone, strict=True):
-        if host is not None and graph.device == "cpu":
-            found.append(_timed_on_host(graph, seconds, host))
-        else:
-            found.append(_timed(graph, seconds, latency))
+    host = host_times(latency)
+    found = [
+        _timed(graph, s, latency) if host is None or graph.device != "cpu" else _timed_on_host(graph, s, host)
+        for graph, s in zip(graphs, alone, strict=True)
+    ]
     timed, lost = zip(*found, strict=True)
     joined = join(timed)
     for graph, first in zip(timed if latency.hardware.has_host else (), joined.first, strict=False):
@@ -94,10 +90,8 @@ def time_captured(graphs: Sequence[Program], latency: LatencyModel) -> CapturedS
     try:
         return CapturedStep(walk(joined), timed, alone, lost)
     except TraceError:
-        raise CaptureError(
-            "the captured ranks deadlock: they issue their collectives in different orders, or "
-            "are from different scripts"
-        ) from None
+        told = "they issue their collectives in different orders, or are from different scripts"
+        raise CaptureError(f"the captured ranks deadlock: {told}") from None
 
 
 def _of_works(graph: Program, values: Floats) -> Floats:

@@ -71,9 +71,8 @@ def breakdown(graphs: Sequence[Program]) -> Breakdown:
     idle[PEERS] = min(waited, idle[COMMUNICATION])
     idle[COMMUNICATION] -= idle[PEERS]
     spent = {cause: seconds for cause, seconds in idle.items() if seconds or cause in (PEERS, COMMUNICATION)}
-    out.kinds, out.idle = _largest_first(kinds), _largest_first(spent)
+    out.kinds, out.idle, out.critical = _largest_first(kinds), _largest_first(spent), critical_path(walked)
     out.opaque = dict(list(_largest_first(opaque).items())[:_MOST_OPAQUE])
-    out.critical = critical_path(walked)
     return out
 
 
@@ -153,8 +152,7 @@ def critical_path(walked: Walk) -> dict[str, float]:
 
 def _skew(joined: Joined) -> tuple[list[dict[str, float]], float]:
     """Each rank's step time and lateness at collectives, and the seconds that all ranks waited for each other."""
-    late: list[list[float]] = [[] for _ in joined.graphs]
-    waited = 0.0
+    late, waited = [list[float]() for _ in joined.graphs], 0.0
     for members in joined.meetings:
         own = [(place, joined.graphs[place], node) for place, node in members.items()]
         starts = [float(graph.start_s[node]) + joined.offset_s[place] for place, graph, node in own]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.graph.columns import merge
-from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, WHY_NUMBER, Dependency, Program
+from stepsight.dataset.graph.program import COLLECTIVE, OP, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.graph.rendezvous import meetings
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
 from stepsight.simulator.durations.latency_model import LatencyModel
@@ -53,33 +53,27 @@ def faster(graphs: Graphs, tally: Tally, what: str, factor: float) -> list[Progr
         raise StepsightError(f"a factor must be > 0, got {what}={factor:g}")
     if what == ANY_HOST:
         return [host_scaled(graph, 1.0 / factor) for graph in graphs]
-    out, found = [], False
-    for graph in graphs:
-        chosen = _named(graph, what)
-        found |= bool(chosen.any())
-        tally.add(float(graph.duration_s[chosen].sum()), False)
-        out.append(graph.replace(duration_s=np.where(chosen, graph.duration_s / factor, graph.duration_s)))
-    if not found:
+    named = [_named(graph, what) for graph in graphs]
+    if not any(chosen.any() for chosen in named):
         kinds = sorted({work.kind for graph in graphs for work in graph.works})
         raise StepsightError(
             f"--faster names a kind or family of the trace, communication, host or a part of a kernel's name, "
             f"got {what!r:.80}: the trace has {', '.join(kinds)}"
         )
-    return out
+    tally.add(sum(float(graph.duration_s[chosen].sum()) for graph, chosen in zip(graphs, named, strict=True)), False)
+    factors = [np.where(chosen, factor, 1.0) for chosen in named]
+    return [graph.replace(duration_s=graph.duration_s / each) for graph, each in zip(graphs, factors, strict=True)]
 
 
 def _named(graph: Program, what: str) -> NDArray[np.bool_]:
-    kinds = graph.columns["kind"]
     if what == COMMUNICATION:
-        return np.asarray(kinds == COLLECTIVE)
-    named = [
-        what == each.kind or (each.kind in OP_KINDS and what == OP_KINDS[each.kind].family) for each in graph.works
-    ]
-    chosen = np.array([*named, False], dtype=np.bool_)[graph.columns["work"]] & (kinds != HOST)
-    if not chosen.any() and what not in OP_KINDS and what not in COLLECTIVE_KINDS:
-        by_name = np.array([what in name for name in graph.names], dtype=np.bool_)
-        chosen = by_name[graph.columns["name"]] & (kinds != HOST)
-    return np.asarray(chosen)
+        return np.asarray(graph.columns["kind"] == COLLECTIVE)
+    kinds = [work.kind for work in graph.works]
+    named = [what == kind or (kind in OP_KINDS and what == OP_KINDS[kind].family) for kind in kinds]
+    chosen = np.array([*named, False], dtype=np.bool_)[graph.columns["work"]]
+    if not (chosen & graph.on_device).any() and what not in OP_KINDS and what not in COLLECTIVE_KINDS:
+        chosen = np.array([what in name for name in graph.names], dtype=np.bool_)[graph.columns["name"]]
+    return np.asarray(chosen & graph.on_device)
 
 
 def host_scaled(graph: Program, factor: float, loading: float | None = None) -> Program:
