@@ -25,8 +25,7 @@ from stepsight.simulator.durations.segment_timing import Timer
 from stepsight.simulator.memory.part import Gradients, end_memory, layer_memory
 from stepsight.simulator.memory.peaks import States
 from stepsight.simulator.programs.block_pass import WEIGHT, BackwardSpec, BlockPass
-from stepsight.simulator.programs.replicas import gathering_of
-from stepsight.simulator.programs.sizes import Groups
+from stepsight.simulator.programs.sizes import Groups, gathering_of
 from stepsight.simulator.programs.stage import block_pass_of
 
 WHOLE = ("gpipe", "1f1b", "looped-bfs")  # schedules that run each backward without splitting it

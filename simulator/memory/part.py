@@ -18,8 +18,7 @@ from stepsight.dataset.base.caching import cached, hashed_once
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Op
 from stepsight.simulator.blocks.family import embedding_block, find_family, head_block, layer_block
 from stepsight.simulator.blocks.step import Block, Comm, RankShape, Step
-from stepsight.simulator.programs.replicas import Gathering
-from stepsight.simulator.programs.sizes import PartShape
+from stepsight.simulator.programs.sizes import Gathering, PartShape
 
 
 @dataclass(frozen=True, slots=True)

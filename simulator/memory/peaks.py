@@ -31,8 +31,7 @@ from stepsight.dataset.job.specs import QUANTIZED, ParallelSpec
 from stepsight.dataset.kinds.op import DTYPE_BYTES
 from stepsight.simulator.blocks.step import RankShape
 from stepsight.simulator.memory.part import BlockMemory, Gathered, Gradients, PartExecution
-from stepsight.simulator.programs.replicas import gathering_of
-from stepsight.simulator.programs.sizes import Groups, Parts, PartShape, boundary_bytes
+from stepsight.simulator.programs.sizes import Groups, Parts, PartShape, boundary_bytes, gathering_of
 from stepsight.simulator.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule
 
 Floats = NDArray[np.float64]

@@ -27,18 +27,20 @@ from stepsight.simulator.clock.track import FIRST, LAST, Track, find_track
 from stepsight.simulator.programs.block_pass import BACKWARD as WHOLE
 from stepsight.simulator.programs.block_pass import FORWARD as FORWARDS
 from stepsight.simulator.programs.block_pass import INPUT, WEIGHT
-from stepsight.simulator.programs.replicas import BUCKET_NAMES, Replicas, bucket_works, reduce_gradients, replicas_of
-from stepsight.simulator.programs.segment import Segment, SegmentBuilder
+from stepsight.simulator.programs.segment import BUCKET_NAMES, Segment, SegmentBuilder
 from stepsight.simulator.programs.sizes import (
     Groups,
     Layout,
     Parts,
     PartShape,
+    Replicas,
     boundary_bytes,
+    bucket_works,
     groups_of,
     layout_of,
     part_shapes,
     rank_shape,
+    replicas_of,
 )
 from stepsight.simulator.programs.stage import Pass, calls_of, part_segments, part_units
 from stepsight.simulator.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KIND_NAMES
@@ -431,7 +433,7 @@ def _sum_buckets(builder: SegmentBuilder, shape: RankShape, parts: Parts, replic
         for index, numel in enumerate(filter(None, buckets)):
             if replicas.bucket_copies:
                 builder.items([shape.main_op("copy", numel)], name, index, "copy_in")
-            reduce_gradients(builder, bucket_works(replicas, numel, expert=expert), index, expert=expert, wait=True)
+            builder.reduce(bucket_works(replicas, numel, expert=expert), index, expert=expert, wait=True)
             if replicas.bucket_copies:
                 builder.items([shape.main_op("elementwise", numel)], name, index, "mean")
                 builder.items([shape.main_op("copy", numel)], name, index, "copy_out")

@@ -17,8 +17,17 @@ from stepsight.dataset.base.caching import HashedTuple, cached, compiled
 from stepsight.dataset.kinds.op import Collective
 from stepsight.simulator.clock.engine import DATA, RUN, SECOND, SEND
 from stepsight.simulator.programs.block_pass import WEIGHT, BlockPass
-from stepsight.simulator.programs.replicas import BUCKET_NAMES, Replicas, bucket_works, reduce_gradients
-from stepsight.simulator.programs.segment import NUM_COLUMNS, ROOT, TWICE, Segment, SegmentBuilder, Slot, UnitPattern
+from stepsight.simulator.programs.segment import (
+    BUCKET_NAMES,
+    NUM_COLUMNS,
+    ROOT,
+    TWICE,
+    Segment,
+    SegmentBuilder,
+    Slot,
+    UnitPattern,
+)
+from stepsight.simulator.programs.sizes import Replicas, bucket_works
 
 Patterns = HashedTuple[UnitPattern]
 
@@ -217,12 +226,9 @@ def _reduce_unit(
         if replicas.zero_stage == 3:
             builder.run(Slot("grad_in", unit, expert), name, number)
         wait = replicas.zero_stage == 3 and not replicas.beside
-        first, second = bucket_works(replicas, 1, expert=expert)
-        slots = (
-            None if first is None else Slot("reduce", unit, expert),
-            None if second is None else Slot("reduce", unit, expert, second=True),
-        )
-        reduce_gradients(builder, slots, number, expert=expert, wait=wait)
+        works = enumerate(bucket_works(replicas, 1, expert=expert))
+        slots = [None if work is None else Slot("reduce", unit, expert, second=at == 1) for at, work in works]
+        builder.reduce(slots, number, expert=expert, wait=wait)
         if accumulate and replicas.accumulates_shards:
             builder.run(Slot("add", unit, expert, num_nodes=tensors[expert]), name, number)
 

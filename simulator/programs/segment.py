@@ -20,10 +20,11 @@ from stepsight.dataset.base.caching import cached
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.step import Item
-from stepsight.simulator.clock.engine import BLOCK, COMPUTE, NUM_CLOCKS, ON_HOST, RUN, SECOND, SEND, WAIT
+from stepsight.simulator.clock.engine import BLOCK, COMPUTE, DATA, NUM_CLOCKS, ON_HOST, RUN, SECOND, SEND, WAIT
 from stepsight.simulator.programs.block_pass import STREAMS, BlockPass, Issue, Work, dependencies, items_pass
 
 CLOCK_STREAMS = ("compute", "dp", "dp2")
+BUCKET_NAMES = ("gradients{}", "expert_gradients{}")  # of ordinary parameters, of experts
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,6 +190,20 @@ class SegmentBuilder:
     def block(self, work: Hashable, clock: int, name: str, number: int = 0) -> int:
         """Run a collective that the computation waits for."""
         return self._add(BLOCK, work, (clock, 0, 0), name, number)
+
+    def reduce(
+        self, works: Sequence[Collective | Slot | None], number: int, *, expert: bool = False, wait: bool = False
+    ) -> None:
+        """Sum one bucket of gradients, with hybrid sharding within a group and then between groups.
+
+        ``works``: what ``bucket_works`` says, or slots for it; ``wait``: whether the computation waits for it.
+        """
+        name, sent = BUCKET_NAMES[expert], -1
+        for work, clock in zip(works, (SECOND if expert else DATA, SECOND), strict=True):
+            if work is not None and wait:
+                self.block(work, clock, name, number)
+            elif work is not None:
+                sent = self.send(work, clock, name, number, after=sent)
 
     def wait(self, event: int) -> None:
         self._rows.append((WAIT, event, 0, 0, 0, self._names.setdefault("", len(self._names)), 0, 0))

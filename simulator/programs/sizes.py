@@ -1,4 +1,4 @@
-"""From a job to its sizes: groups and where they lie, the shape of a rank, parts of the model.
+"""From a job to its sizes: groups and where they lie, the shape of a rank, parts of the model, and its replicas.
 
 Ranks are numbered along the axes of ``ParallelSpec.order``, the first fastest.  With Megatron's default,
 ``tp-cp-dp-pp``::
@@ -11,7 +11,8 @@ so tensor-parallel groups fill nodes first and pipeline neighbours are furthest 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from math import gcd, prod
 from typing import Any
 
@@ -23,6 +24,7 @@ from stepsight.dataset.job.execution import ExecutionSemantics, KernelSemantics,
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.sharding import Ranks, RankTables, ShardingSpec, placements_of, rank_tables
 from stepsight.dataset.job.specs import ModelSpec, OtherDevices
+from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective
 from stepsight.simulator.blocks.family import LayerKinds, find_family
 from stepsight.simulator.blocks.step import Group, RankShape
 
@@ -280,3 +282,138 @@ def boundary_bytes(shape: RankShape, parts: Parts) -> tuple[int, ...]:
         before += part.num_layers
         out.append(passes(shape, before) // (shape.tp.size if shape.scatter_p2p else 1))
     return tuple(out)
+
+
+_NOBODY = Groups(Group(), Group(), Group(), Group(), Group())
+
+
+@hashed_once
+@dataclass(frozen=True)
+class Gathering:
+    """How FSDP gathers parameters that replicas share, in time (``gathers``) and in memory (``memory.part``)."""
+
+    prefetch: int = 1  # units gathered ahead of their use
+    reshard: bool = True  # whether a unit is dropped after its forward, and gathered again for its backward
+    # whether gradients stay whole until those of the last micro-batch are there (in a pipeline)
+    reduce_once: bool = False
+    lists: bool = False  # as gathers_lists of OverlapSemantics
+    casts: bool = False  # whether a rank casts its part before it is gathered (FSDP2's MixedPrecisionPolicy)
+
+
+@hashed_once
+@dataclass(frozen=True)
+class Replicas:
+    """The synchronisation of a rank's replicas."""
+
+    groups: Groups = field(default=_NOBODY)  # who they are
+    zero_stage: int = 0  # 0 to 3
+    bucket_bytes: int = 25 * 2**20  # a gradient bucket is sent when it holds at least this much
+    beside: bool = True  # whether their collectives run beside the computation at all (not on CPU under FSDP)
+    overlap_gradients: bool = True  # whether gradients are sent while backward runs, rather than after it
+    overlap_parameters: bool = False  # ZeRO 1 and 2: whether parameters are gathered while the first forward runs
+    gathering: Gathering = field(default=Gathering())  # FSDP: how parameters are gathered
+    gradient_bytes: int = 4  # of each element of a gradient that is sent
+    all_sums: bool = False  # ZeRO 1: whether every rank is sent the sums of all gradients, rather than of its share
+    bucket_copies: bool = False  # as in StateSemantics
+    by_rank: bool = False  # ZeRO 1 and 2: whether each rank's share is a message of its own
+    compute_share: float = 0.0  # part of an overlapped collective's time taken from the computation
+
+    @property
+    def size(self) -> int:
+        """Ranks that have the same parameters; the same experts, if only experts are replicated."""
+        return max(self.groups.replicas.size, self.groups.experts.size)
+
+    @property
+    def fully_sharded(self) -> bool:
+        return self.zero_stage == 3 and self.groups.shard.size > 1
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share optimizer states."""
+        return self.groups.shard.size if self.zero_stage else 1
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that share experts' optimizer states."""
+        return self.groups.experts.size if self.zero_stage else 1
+
+    @property
+    def accumulates_shards(self) -> bool:
+        """Whether gradients are reduced before they are added to those of earlier micro-batches."""
+        return self.zero_stage >= 2 and self.size > 1 and not self.gathering.reduce_once
+
+    @cached_property
+    def pattern(self) -> Replicas:
+        """The replicas with groups of two instead of larger ones: the events of a segment do not depend on the size."""
+        groups = [Group(min(getattr(self.groups, field.name).size, 2)) for field in fields(self.groups)]
+        return _same(replace(self, groups=Groups(*groups)))
+
+    def reduces(self, last: bool) -> bool:
+        """Whether the backward of a micro-batch sends gradients; ``last``: whether it is the last one."""
+        if self.size == 1:
+            return False
+        if self.zero_stage >= 2:
+            return last or self.accumulates_shards
+        return last and self.overlap_gradients
+
+
+SILENT = Replicas()
+
+
+@cached(1024)
+def _same(replicas: Replicas) -> Replicas:
+    """Return one object for equal replicas, because they are keys of caches."""
+    return replicas
+
+
+@cached(16384)
+def bucket_works(replicas: Replicas, numel: int, *, expert: bool) -> tuple[Collective | None, Collective | None]:
+    """Collectives that sum one bucket of gradients: in the first group, and between hybrid shards."""
+    groups, num_bytes = replicas.groups, numel * replicas.gradient_bytes
+    own = groups.experts if expert else groups.shard if replicas.zero_stage else groups.replicas
+    first = second = None
+    if own.size > 1:
+        scattered = replicas.zero_stage and not replicas.all_sums
+        first = own.collective("reduce_scatter" if scattered else "all_reduce", num_bytes)
+    if replicas.zero_stage and not expert and groups.replicate.size > 1:
+        second = groups.replicate.collective("all_reduce", -(-num_bytes // own.size))
+    return first, second
+
+
+def gathering_of(zero: tuple[int, bool], semantics: ExecutionSemantics, *, beside: bool = True) -> Gathering:
+    """How a job gathers parameters; ``zero``, ``beside``: as in ``replicas_of``."""
+    (zero_stage, pipelined), overlap = zero, semantics.overlap
+    return Gathering(
+        overlap.prefetch,
+        overlap.reshard,
+        reduce_once=zero_stage == 3 and pipelined and beside,
+        lists=overlap.gathers_lists,
+        casts=semantics.kernels.casts_parameters,
+    )
+
+
+@cached(4096)
+def replicas_of(
+    zero: tuple[int, bool], groups: Groups, semantics: ExecutionSemantics, *, beside: bool, share: float
+) -> Replicas:
+    """The synchronisation of a rank's replicas.
+
+    ``zero``: the ZeRO stage, and whether there is a pipeline; ``beside``: whether the hardware runs collectives beside
+    the computation; ``share``: the part of their time that the computation then loses.
+    """
+    states, overlap = semantics.states, semantics.overlap
+    zero_stage, _ = zero
+    return Replicas(
+        groups,
+        zero_stage,
+        int(overlap.bucket_bytes),
+        beside,
+        overlap.gradients,
+        overlap.parameters,
+        gathering_of(zero, semantics, beside=beside),
+        gradient_bytes=DTYPE_BYTES[states.gradient_dtype],
+        all_sums=zero_stage == 1 and not states.scatters_sums,
+        bucket_copies=states.bucket_copies,
+        by_rank=overlap.by_rank,
+        compute_share=share,
+    )

@@ -8,13 +8,14 @@ All-gathers carry parameters in the training type.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
 from stepsight.dataset.base.caching import HashedTuple, Memo, cached, hashed_once
 from stepsight.dataset.job.execution import KernelSemantics
-from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
 from stepsight.simulator.blocks.family import embedding_block, head_block, layer_block
 from stepsight.simulator.blocks.layer_parts import arrivals
 from stepsight.simulator.blocks.step import Block, RankShape
@@ -26,6 +27,7 @@ from stepsight.simulator.programs.block_pass import (
     BlockPass,
     backward_pass,
     forward_pass,
+    items_pass,
 )
 from stepsight.simulator.programs.part_plan import (
     BackwardTraffic,
@@ -36,9 +38,10 @@ from stepsight.simulator.programs.part_plan import (
     plan_buckets,
     send_buckets,
 )
-from stepsight.simulator.programs.replicas import SILENT, Replicas, Tensors, unit_work
-from stepsight.simulator.programs.segment import ROOT, Segment, Slot, UnitPattern
-from stepsight.simulator.programs.sizes import PartShape
+from stepsight.simulator.programs.segment import ROOT, TWICE, Segment, Slot, UnitPattern
+from stepsight.simulator.programs.sizes import SILENT, PartShape, Replicas, bucket_works
+
+Tensors = tuple[tuple[int, ...], tuple[int, ...]]  # elements of others' and of experts' parameter tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +215,73 @@ def _segment(shape: RankShape, part: PartShape, call: Call) -> Segment:
         if slot.what == "run":
             return passages[slot.unit]
         tensors = _root_tensors(units) if slot.unit == ROOT else _tensors(units[slot.unit].block)
-        return unit_work(tensors, dtypes, replicas).of(slot)
+        return _replica_work((slot.what, slot.expert, slot.second), tensors, dtypes, replicas)
 
     return plan.filled(work)
+
+
+# DeepSpeed 0.3: tensors of fewer elements stay on every rank (stage3_param_persistence_threshold), and so do, between
+# recomputation and backward, those that are used again before this many elements of others (stage3_max_reuse_distance).
+# Each rank's part of a list costs the host a view and a copy.
+_STAYS, _REUSED = 100_000, 10**9
+_CALLS_PER_PART = 2
+
+
+@cached(32768)
+def _replica_work(
+    slot: tuple[str, bool, bool], tensors: Tensors, dtypes: tuple[str, str], replicas: Replicas
+) -> BlockPass | Collective | Op:
+    """The work of one of the replicas' slots of a unit.
+
+    ``slot``: ``what``, ``expert`` and ``second`` of it; ``tensors``: of the unit, in the order in which gradients
+    arrive; ``dtypes``: of activations, and the main one.
+    """
+    (what, expert, second), (dtype, main_dtype), groups = slot, dtypes, replicas.groups
+    sizes, gathers = (groups.shard.size, groups.experts.size), what.removesuffix(TWICE)
+    if gathers in ("copy_in", "copy_out", "gather"):
+        lists = replicas.gathering.lists
+        parts = [_gathered(each, lists=lists, twice=what != gathers) for each in tensors]
+        if gathers == "gather":
+            group = groups.experts if expert else groups.shard
+            return group.collective("all_gather", sum(parts[expert]) * DTYPE_BYTES[dtype])
+        numel = sum(map(sum, parts))
+        if gathers == "copy_out":
+            return items_pass((Op("copy", (numel,), dtype),), gathers)
+        copy = Op("copy", (sum(-(-sum(part) // size) for part, size in zip(parts, sizes, strict=True)),), dtype)
+        if not lists:
+            casts = (Op("cast", copy.dims, dtype),) if replicas.gathering.casts else ()
+            return items_pass((*casts, copy), gathers)
+        whole = Op("fill", (numel,), dtype)  # torch.zeros, into which the chunks arrive
+        return items_pass((whole, _list_calls(parts, sizes, dtype), copy), gathers)
+    if what == "grad_lists":  # of every tensor, including those that stay on every rank
+        return _list_calls(tensors, sizes, dtype)
+    if what == "grad_in":  # copy gradients into the message, in its type
+        kind = "copy" if replicas.gradient_bytes == DTYPE_BYTES[dtype] else "cast"
+        return items_pass((Op(kind, (sum(tensors[expert]),), dtype),), "copy_in")
+    if what == "add":  # add to the sums of earlier micro-batches, tensor by tensor, in the order of declaration
+        shards = replicas.expert_shards if expert else replicas.shards
+        ops = tuple([Op("add", (-(-tensor // shards),), main_dtype) for tensor in reversed(tensors[expert])])
+        return items_pass(ops, "accumulate")
+    work = bucket_works(replicas, sum(tensors[expert]), expert=expert)[second]
+    assert work is not None, what
+    return work
+
+
+def _list_calls(parts: Sequence[tuple[int, ...]], sizes: tuple[int, int], dtype: str) -> Op:
+    """What lists of each rank's part of some tensors cost the host."""
+    return Op(
+        "host_calls", (_CALLS_PER_PART * sum(len(p) * size for p, size in zip(parts, sizes, strict=True)),), dtype
+    )
+
+
+def _gathered(tensors: tuple[int, ...], *, lists: bool, twice: bool) -> tuple[int, ...]:
+    """Gathered elements of some tensors, which are in the order of backward."""
+    large = tuple([numel for numel in tensors if numel >= _STAYS]) if lists else ()
+    if not large:
+        return tensors
+    between = [2 * sum(large[:place]) for place in range(len(large))]  # forward and backward of the tensors after it
+    again = [numel for numel, others in zip(large, between, strict=True) if others >= _REUSED]
+    return (*large, *again) if twice else large
 
 
 @cached(8192)

@@ -17,9 +17,8 @@ from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.durations.segment_timing import timer_of
 from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.programs.lower import lower
-from stepsight.simulator.programs.replicas import _gathered
 from stepsight.simulator.programs.sizes import groups_of, part_shapes, rank_shape
-from stepsight.simulator.programs.stage import part_units
+from stepsight.simulator.programs.stage import _gathered, part_units
 from tests.simulator.any_job import EXPERTS
 from tests.simulator.conftest import JobMaker
 
