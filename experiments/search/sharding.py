@@ -224,8 +224,10 @@ def has_torchrec() -> bool:
     return True
 
 
-def planner_places(job: Job) -> tuple[TablePlacement, ...]:
+def planner_places(job: Job, kinds: Sequence[str] = ()) -> tuple[TablePlacement, ...]:
     """The plan of ``EmbeddingShardingPlanner`` with its default cost model, for a job's tables and devices.
+
+    ``kinds``: those that tables may have; by default all.
 
     Raises:
         StepsightError: If torchrec is not installed, or finds no plan.
@@ -248,8 +250,10 @@ def planner_places(job: Job) -> tuple[TablePlacement, ...]:
         **({"hbm_cap": int(facts.memory_bytes)} if facts is not None and facts.kind == "gpu" else {}),
     )
     named = dict(zip(table_names(job.model.tables), job.model.tables, strict=True))
+    types = [kind.replace("-", "_") for kind in kinds] or None
     constraints = {
-        name: ParameterConstraints(pooling_factors=[table.pooling], num_poolings=[1.0]) for name, table in named.items()
+        name: ParameterConstraints(pooling_factors=[table.pooling], num_poolings=[1.0], sharding_types=types)
+        for name, table in named.items()
     }
     configs = [
         EmbeddingBagConfig(num_embeddings=table.rows, embedding_dim=table.dim, name=name, feature_names=[name])

@@ -26,11 +26,21 @@ from stepsight.dataset.harness.ops.callables import op_call
 from stepsight.dataset.harness.ops.input_pool import Pool
 from stepsight.dataset.harness.scripts.launch import Ranks
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.job.sharding import REPLICATED, equal_exchange, placements_of
+from stepsight.dataset.job.model_spec import TableSpec
+from stepsight.dataset.job.sharding import COLUMN, REPLICATED, TABLE, Floats, equal_exchange, placements_of
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.search.search import search
-from stepsight.experiments.search.sharding import placed
+from stepsight.experiments.search.sharding import (
+    BASELINES,
+    FULL,
+    PlacementCosts,
+    baseline_places,
+    has_torchrec,
+    placed,
+    planner_places,
+    search_places,
+)
 from stepsight.experiments.studies.study import Study, cases
 from stepsight.experiments.tasks.collecting import run_plan
 from stepsight.experiments.tasks.scripts import run_script, slowest_of
@@ -39,12 +49,14 @@ from stepsight.training.fitting.train_runs import train
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.measured.planning import make_plan
 from stepsight.training.prediction.prediction import predict
+from stepsight.training.predictor.predictor import Predictor
 
 _FORWARD, _BACKWARD = "table_lookup", "table_lookup_backward"
 _WARM = 2  # rounds that are not counted
 SCRIPT = Path("examples/scripts/train_dlrm.py")
 # Elements of sums that each rank sends to each: as large, or the second rank's several times larger.
 SPLITS = tuple((size // ratio, size) for size in (2**14, 2**17, 2**19) for ratio in (1, 2, 4, 8))
+_RUNNABLE = (TABLE, COLUMN, REPLICATED)  # kinds that the script has
 _TAUGHT = 12  # models whose ops and collectives teach
 # One thread computes, and memory that was freed is kept: both as where ops are measured alone.
 _ALONE = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
@@ -126,16 +138,17 @@ def run_steps(options: argparse.Namespace) -> tuple[Any, str]:
     """Errors of steps and exchanges of a predictor that saw ops and collectives of other models alone, and of the same
     one calibrated on the steps of those other models.
     """
-    if not SCRIPT.is_file():
-        raise CollectError(f"the study runs {SCRIPT}: begin it in the root of a checkout, got {Path.cwd()}")
     out, told = options.out, dict[str, Any](load=[os.getloadavg()[0]])
-    os.environ |= _ALONE
-    taught = [job for seed in range(_TAUGHT) for job in two_rank_jobs(seed)]
-    run_plan(make_plan([], profile_jobs=taught, event_seconds=options.event_seconds), out / "events")
-    predictor = train([out / "events"], out / "predictor", progress=False)
-    own = [(job, seconds) for seed in range(_TAUGHT) for job, seconds in _measured(seed, out, options.rounds)]
+    predictor = _taught(options)
+    own = [
+        (job, seconds)
+        for seed in range(_TAUGHT)
+        for job, seconds in _measured(seed, two_rank_jobs(seed), out, options.rounds)
+    ]
     judged = range(_TAUGHT, _TAUGHT + options.models)
-    cases = [(job, seconds) for seed in judged for job, seconds in _measured(seed, out, options.rounds)]
+    cases = [
+        (job, seconds) for seed in judged for job, seconds in _measured(seed, two_rank_jobs(seed), out, options.rounds)
+    ]
     exchanged = _steps([str(part) for each in SPLITS for part in each], out / "exchanges", len(SPLITS), options.rounds)
     ranks = cases[0][0].table_ranks
     equal = (equal_exchange(2.0 * np.array(each), np.full(2, 1.0 * sum(each)), ranks) for each in SPLITS)
@@ -155,9 +168,18 @@ def run_steps(options: argparse.Namespace) -> tuple[Any, str]:
     return told, _error_text(told)
 
 
-def _measured(seed: int, out: Path, rounds: int) -> list[tuple[Job, NDArray[np.float64]]]:
-    """The jobs of a random model, and seconds of ``rounds`` steps of each on two ranks."""
-    jobs = two_rank_jobs(seed)
+def _taught(options: argparse.Namespace) -> Predictor:
+    """A predictor that saw ops and collectives of other models, measured alone."""
+    if not SCRIPT.is_file():
+        raise CollectError(f"the study runs {SCRIPT}: begin it in the root of a checkout, got {Path.cwd()}")
+    os.environ |= _ALONE
+    jobs = [job for seed in range(_TAUGHT) for job in two_rank_jobs(seed)]
+    run_plan(make_plan([], profile_jobs=jobs, event_seconds=options.event_seconds), options.out / "events")
+    return train([options.out / "events"], options.out / "predictor", progress=False)
+
+
+def _measured(seed: int, jobs: Sequence[Job], out: Path, rounds: int) -> list[tuple[Job, NDArray[np.float64]]]:
+    """Jobs of one model, and seconds of ``rounds`` steps of each on two ranks, in turn."""
     paths = [out / f"{seed}-{at}.toml" for at in range(len(jobs))]
     for path, job in zip(paths, jobs, strict=True):
         write_text(path, job_toml(job))
@@ -185,12 +207,36 @@ def drawn_job(seed: int, study: str = "placements") -> Job:
     return Job.from_dict(job)
 
 
+class _RunnableCosts(PlacementCosts):
+    """Costs of placements that the script can run: tables by rows are never the best."""
+
+    def amounts(self, table: TableSpec, kind: str, shards: int, location: str, *_: Any) -> Floats:
+        return super().amounts(table, kind, shards, location) * (1.0 if kind in _RUNNABLE else 1e9)
+
+
+def _placed_jobs(job: Job, predictor: Predictor, trials: int) -> dict[str, Job]:
+    """A job with its tables placed by the search, by simple rules and by torchrec's planner, as the script can."""
+    found, _ = search_places(_RunnableCosts(job, predict(job, predictor).latency), trials)
+    jobs = {name: placed(job, baseline_places(job, name)) for name in BASELINES}
+    if has_torchrec():
+        jobs["torchrec"] = placed(job, planner_places(job, _RUNNABLE))
+    tried = [placed(job, places) for places in found[:FULL]]
+    return {"search": min(tried, key=lambda one: predict(one, predictor).iteration_time_s), **jobs}
+
+
 def run_placements(options: argparse.Namespace) -> tuple[Any, str]:
-    """Predicted iterations of the placements of each method, as multiples of the best; none of them is measured."""
+    """Iterations of the placements of each method, as multiples of the best: predicted, or measured on two ranks."""
     found: dict[str, list[float]] = {}
-    for task in range(options.tasks):
-        result = search(drawn_job(options.seed + task), trials=options.trials, top=1)
-        times = {"search": result.best.timed[0], **result.baselines}
+    predictor = _taught(options) if options.out else None
+    for seed in range(options.seed, options.seed + options.tasks):
+        times: dict[str, float | None] = {}
+        if predictor is None:
+            result = search(drawn_job(seed), trials=options.trials, top=1)
+            times |= {"search": result.best.timed[0], **result.baselines}
+        else:
+            jobs = _placed_jobs(drawn_job(seed, "sharding"), predictor, options.trials)
+            measured = _measured(seed, [*jobs.values()], options.out, options.rounds)
+            times |= {name: float(seconds.min()) for name, (_, seconds) in zip(jobs, measured, strict=True)}
         least = min(seconds for seconds in times.values() if seconds is not None)
         for name, seconds in times.items():
             found.setdefault(name, []).append(math.inf if seconds is None else seconds / least)
@@ -199,7 +245,7 @@ def run_placements(options: argparse.Namespace) -> tuple[Any, str]:
         if legal := [ratio for ratio in ratios if ratio < math.inf]:
             near = sum(ratio <= 1.05 for ratio in legal)
             told[name] = {"tasks": len(legal), "regret": float(np.mean(legal)) - 1.0, "within_5_percent": near}
-    columns = {"placement": "name", "legal": "tasks", "predicted regret": "regret", "within 5 %": "within_5_percent"}
+    columns = {"placement": "name", "legal": "tasks", "regret": "regret", "within 5 %": "within_5_percent"}
     return told, table_of([{"name": name, **figures} for name, figures in told.items()], columns, 4)
 
 
@@ -226,11 +272,14 @@ STEPS = Study(
 )
 PLACEMENTS = Study(
     "placements",
-    "predicted iterations with tables placed by the search, by simple rules and by torchrec's planner",
+    "iterations with tables placed by the search, by simple rules and by torchrec's planner: predicted, or measured",
     run_placements,
     {
         "--tasks": {"type": int, "default": 20},
         "--trials": {"type": int, "default": 20000, "help": "placements that the search judges"},
         "--seed": {"type": int, "default": 0},
+        "--out": {"type": Path, "help": "new folder of steps that two ranks are measured at; without it none are"},
+        "--rounds": {"type": int, "default": 30, "help": "measured steps of each placement"},
+        "--event-seconds": {"type": float, "default": 200.0, "help": "for ops and collectives that teach"},
     },
 )
