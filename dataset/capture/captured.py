@@ -40,45 +40,32 @@ class Captured:
 
     def to_dict(self) -> dict[str, Any]:
         """Counts of ops, FLOP and collectives of each rank: what ``stepsight capture --json`` prints."""
-        return {**self.facts, "ranks": [rank_summary(each) for each in self.ranks]}
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What is known of the capture as a whole."""
         of = {"script": self.script, "world_size": self.world_size, "devices_per_node": self.local_size}
-        return {**of, "torch": self.torch}
+        return {**of, "torch": self.torch, "ranks": [rank_summary(each) for each in self.ranks]}
 
 
 def rank_summary(captured: CapturedRank) -> dict[str, Any]:
     """Counts of ops, FLOP and collectives of one rank."""
-    graph = captured.graph
-    is_op = graph.columns["kind"] == OP
-    kinds = [graph.works[work].kind for work in graph.columns["work"][is_op].tolist()]
-    phases = graph.columns["phase"][is_op]
+    graph, columns = captured.graph, captured.graph.columns
+    is_op = columns["kind"] == OP
+    kinds = Counter(graph.works[work].kind for work in columns["work"][is_op].tolist())
+    phases = {name: int((columns["phase"][is_op] == number).sum()) for number, name in enumerate(PHASES)}
+    ops = {"ops": kinds.total(), "ops_by_kind": dict(kinds.most_common()), "ops_by_phase": phases}
     return {
-        "rank": graph.rank,
-        "ops": len(kinds),
-        "ops_by_kind": dict(Counter(kinds).most_common()),
-        "ops_by_phase": {name: int((phases == number).sum()) for number, name in enumerate(PHASES)},
-        "unknown_ops": int((is_op & (graph.columns["known"] == 0)).sum()),
-        "flops": compute_flops(graph),
-        "collectives": collective_counts(graph),
-        "streams": list(graph.streams),
-        "host_waits": int((graph.columns["kind"] == HOST).sum()),
-        "dependencies": dict(graph.dependency_counts()),
-        "peak_bytes": captured.peak_bytes,
-        "warnings": list(graph.warnings),
+        **{"rank": graph.rank, **ops, "unknown_ops": int((columns["known"][is_op] == 0).sum())},
+        **{"flops": compute_flops(graph), "collectives": collective_counts(graph), "streams": list(graph.streams)},
+        **{"host_waits": int((columns["kind"] == HOST).sum()), "dependencies": dict(graph.dependency_counts())},
+        **{"peak_bytes": captured.peak_bytes, "warnings": list(graph.warnings)},
     }
 
 
 def warnings_once(texts: Iterable[str]) -> list[str]:
     """Warnings of all ranks, each once: those that differ in the line of the script alone become one with all lines."""
-    found: dict[str, dict[str, None]] = {}
+    found, told = dict[str, dict[str, None]](), []
     for text in texts:
         place, _, rest = text.partition(" ")
         of_line = re.fullmatch(r".+:\d+", place)
         found.setdefault(rest if of_line else text, {})[place if of_line else ""] = None
-    told = []
     for text, (first, *others) in found.items():
         also = f" (also {', '.join(others[:8])}{' ...' if len(others) > 8 else ''})" if others else ""
         told.append(f"{first} {text}{also}".strip())
@@ -114,7 +101,7 @@ def write_captured(captured: Captured, folder: Path) -> None:
             write_columns({"live_bytes": each.live_bytes}, part / f"rank{each.rank}.memory.parquet")
             write_json(part / f"rank{each.rank}.calls.json", list(each.calls))
         ranks = [each.rank for each in captured.ranks]
-        write_json(part / MANIFEST, {"form": FORM, **captured.facts, "ranks": ranks})
+        write_json(part / MANIFEST, {"form": FORM, **captured.to_dict(), "ranks": ranks})
 
 
 def check_capture_folder(folder: Path) -> None:

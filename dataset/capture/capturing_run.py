@@ -56,14 +56,10 @@ class CaptureRequest:
             raise CaptureError(f"the script must be a Python file, got {str(self.script)!r:.200}")
         if self.device not in DEVICES:
             raise CaptureError(f"--device must be one of {', '.join(DEVICES)}, got {self.device!r:.80}")
-        limits = [
-            ("--world-size", self.world_size, 1, 2**20),
-            ("--devices-per-node", self.local_size, 1, 1024),
-            ("--warm-up", self.warm_up, 1, 100),
-            ("--timeout", self.timeout_s, 1e-3, 1e7),
-            *(("a rank", rank, 0, self.world_size - 1) for rank in self.ranks),
-        ]
-        for name, value, least, most in limits:
+        limits: list[tuple[str, float, float, float]] = [("--world-size", self.world_size, 1, 2**20)]
+        limits += [("--devices-per-node", self.local_size, 1, 1024), ("--warm-up", self.warm_up, 1, 100)]
+        limits += [("a rank", rank, 0, self.world_size - 1) for rank in self.ranks]
+        for name, value, least, most in (*limits, ("--timeout", self.timeout_s, 1e-3, 1e7)):
             if not least <= value <= most:
                 raise CaptureError(f"{name} must lie within {least:g} and {most:.10g}, got {value:g}")
 
@@ -80,8 +76,7 @@ def capture(request: CaptureRequest, on_rank: Progress | None = None) -> Capture
         if on_rank is not None:
             on_rank(len(done), len(done) + 1 + len(waiting), f"rank {rank}")
         record = _run(request, rank, boundary=next(iter(boundaries.values()), None))
-        if "needs_boundary_of" in record:
-            first = record["needs_boundary_of"]
+        if (first := record.get("needs_boundary_of")) is not None:
             boundaries[first] = _run(request, first, only_boundary=True)["boundary"]
             record = _run(request, rank, boundary=boundaries[first])
         if record["boundary"] is not None:
@@ -103,10 +98,9 @@ def peers(captured: CapturedRank) -> list[int]:
 
     An all-to-all's ranks hold different experts; if these are not divided evenly, the last rank has fewest.
     """
-    graph = captured.graph
+    graph, found = captured.graph, dict[int, None]()
     chosen = graph.columns["kind"] == COLLECTIVE
-    pairs = zip(graph.columns["group"][chosen].tolist(), graph.columns["work"][chosen].tolist(), strict=True)
-    found: dict[int, None] = {}
+    pairs = zip(*(graph.columns[name][chosen].tolist() for name in ("group", "work")), strict=True)
     for group, work in sorted(set(pairs)):
         ranks, kind = graph.groups[group][1], graph.works[work].kind
         found |= dict.fromkeys(ranks if kind == "send_recv" else ranks[-1:] if kind == "all_to_all" else ())
@@ -127,11 +121,9 @@ def _run(request: CaptureRequest, rank: int, **more: Any) -> dict[str, Any]:
         paths["request"].write_text(json.dumps(asked), "utf-8")
         how, last_line = _ended(request, rank, paths)
         if not paths["out"].stat().st_size:
-            line = _own_line(paths["stack"], request.script)
-            raise CaptureError(
-                f"{request.script.name}{line}: the process of rank {rank} ended before its steps were through "
-                f"({how}); the last line that it wrote: {last_line}"
-            )
+            where = request.script.name + _own_line(paths["stack"], request.script)
+            told = f"({how}); the last line that it wrote: {last_line}"
+            raise CaptureError(f"{where}: the process of rank {rank} ended before its steps were through {told}")
         record: dict[str, Any] = read_json(paths["out"])
     if "error" in record:
         raise CaptureError(_explained(request, rank, record, last_line))
@@ -146,11 +138,9 @@ def _ended(request: CaptureRequest, rank: int, paths: Mapping[str, Path]) -> tup
         try:
             code = process.wait(request.timeout_s)
         except subprocess.TimeoutExpired:
-            at = _line_of_stack(process, request.script, paths["stack"])
-            raise CaptureError(
-                f"rank {rank} did not finish its steps within {request.timeout_s:g} s{at}: capture a smaller step, or "
-                "allow more with --timeout"
-            ) from None
+            late = f"{request.timeout_s:g} s{_line_of_stack(process, request.script, paths['stack'])}"
+            remedy = "capture a smaller step, or allow more with --timeout"
+            raise CaptureError(f"rank {rank} did not finish its steps within {late}: {remedy}") from None
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -193,11 +183,10 @@ def _explained(request: CaptureRequest, rank: int, record: dict[str, Any], said:
     notes = "".join(f"; {note}" for note in record["notes"][:2])
     where = record["line"] or request.script.name
     if record["error"] == "few steps":
-        return (
-            f"{request.script.name} must take at least {request.warm_up + 1} training steps (calls of an optimizer's "
-            f"step), got {record['steps']} on rank {rank}: let it run for more, or lower --warm-up{notes}"
-            + (f"; the last line that it wrote: {said}" if said != NO_OUTPUT else "")
-        )
+        rule = f"must take at least {request.warm_up + 1} training steps (calls of an optimizer's step)"
+        rule += f", got {record['steps']} on rank {rank}: let it run for more, or lower --warm-up{notes}"
+        last = f"; the last line that it wrote: {said}" if said != NO_OUTPUT else ""
+        return f"{request.script.name} {rule}{last}"
     if record["error"].startswith("SystemExit"):
         return f"{where}: the script ended itself ({record['error']}) on rank {rank}: {said}{notes}"
     told = record["error"] + record["trace"]
@@ -236,7 +225,5 @@ def _compare(one: tuple[int, Sequence[Issued]], other: tuple[int, Sequence[Issue
                 "{1} of {2} bytes in group {0}".format(*each) + (each[3] and f" at {each[3]}") if each else "none"
                 for each in pair
             )
-            raise CaptureError(
-                f"ranks {one[0]} and {other[0]} would wait for each other forever: as number {place + 1} of their "
-                f"collectives rank {one[0]} issues {mine}, and rank {other[0]} {theirs}"
-            )
+            rule = f"ranks {one[0]} and {other[0]} would wait for each other forever: as number {place + 1} of their"
+            raise CaptureError(f"{rule} collectives rank {one[0]} issues {mine}, and rank {other[0]} {theirs}")

@@ -62,26 +62,18 @@ def graph_of_record(record: dict[str, Any], local_size: int) -> CapturedRank:
     count = len(first)
     rows = np.array(record["nodes"], dtype=np.int64).reshape(-1, 8)[first]
     columns = {name: np.zeros(count, dtype=np.int64) for name in NODE_COLUMNS}
-    columns |= {"kind": rows[:, _KIND], "stream": rows[:, _STREAM], "phase": rows[:, _PHASE]}
-    columns |= {"name": rows[:, _NAME], "seq": rows[:, _NUMBER]}
+    given = {"kind": _KIND, "stream": _STREAM, "phase": _PHASE, "name": _NAME, "seq": _NUMBER}
+    columns |= {name: rows[:, at] for name, at in given.items()}
     columns["call"] = np.where(rows[:, _KIND] == OP, rows[:, _WORK], -1)
     columns |= {"work": work[first], "known": known[first], "group": group[first]}
     edges = _edges(record, place, columns)
     graph = Program.of_columns(
-        rank=record["rank"],
-        world_size=record["world_size"],
-        device=record.get("device", "cuda"),
-        device_name="captured",
-        columns=columns,
-        edge_columns=dict(zip(EDGE_COLUMNS, edges.T, strict=True)),
-        streams=tuple(record["streams"]),
-        names=tuple(record["names"]),
-        works=tuple(nodes.works),
-        groups=tuple((name, tuple(ranks)) for name, ranks in record["groups"]),
-        steps_s=np.zeros((1, 2)),
-        warnings=tuple(record["notes"]),
-        events=len(record["nodes"]),
-    )
+        rank=record["rank"], world_size=record["world_size"], device=record.get("device", "cuda"),
+        device_name="captured", columns=columns, edge_columns=dict(zip(EDGE_COLUMNS, edges.T, strict=True)),
+        streams=tuple(record["streams"]), names=tuple(record["names"]), works=tuple(nodes.works),
+        groups=tuple((name, tuple(ranks)) for name, ranks in record["groups"]), steps_s=np.zeros((1, 2)),
+        warnings=tuple(record["notes"]), events=len(record["nodes"]),
+    )  # fmt: skip
     live_bytes = np.array(record["live_bytes"], dtype=np.int64)[first]
     return CapturedRank(graph, live_bytes, tuple(record["works"]))
 
@@ -143,11 +135,9 @@ class _Nodes:
 
 def _edges(record: dict[str, Any], place: NDArray[np.int64], columns: dict[str, Any]) -> NDArray[np.int64]:
     """Source, target and kind of each dependency, including stream order; each pair once."""
-    given = record["edges"]
-    source = place[np.array([edge[0] for edge in given], dtype=np.int64)]
-    target = place[np.array([edge[1] for edge in given], dtype=np.int64)]
-    why = np.array([WHY_NUMBER[Dependency(edge[2])] for edge in given], dtype=np.int64)
-    found = [np.stack([source, target, why], axis=1)]
+    rows = [(source, target, WHY_NUMBER[Dependency(why)]) for source, target, why in record["edges"]]
+    given = np.array(rows, dtype=np.int64).reshape(-1, 3)
+    found = [np.column_stack([place[given[:, :2]], given[:, 2]])]
     for stream in range(len(record["streams"])):
         nodes = np.flatnonzero((columns["stream"] == stream) & (columns["kind"] != HOST))
         kind = np.full(len(nodes) - 1 if len(nodes) else 0, WHY_NUMBER[Dependency.STREAM_ORDER])
@@ -188,7 +178,7 @@ def op_of_call(signature: Sequence[Any], scope: Scope) -> tuple[Op | None, bool]
     found = None if known is None else known(args, scope)
     if known is not None and found is None:
         return None, True
-    if found is None or not _is_whole(found):
+    if found is None or len(found[1]) != len(OP_KINDS[found[0]].dim_names) or max(found[1]) <= 0:
         largest = max([*(count(shape) for shape in dims if shape), out_numel])
         return _op("elementwise", (largest,), (dtype, weight)), largest <= 1
     kind, sizes = found
@@ -197,18 +187,11 @@ def op_of_call(signature: Sequence[Any], scope: Scope) -> tuple[Op | None, bool]
     return _op(kind, tuple(sizes), (dtype, weight)), True
 
 
-def _is_whole(found: tuple[str, Sequence[int]]) -> bool:
-    kind, dims = found
-    return len(dims) == len(OP_KINDS[kind].dim_names) and max(dims) > 0
-
-
 def _op(kind: str, dims: tuple[int, ...], typed: tuple[str, float]) -> Op | None:
     dtype, weight = typed
     if len(dims) == 1:
-        if dims[0] <= 1:
-            return None
-        dims = (int(dims[0] * weight),)
-    return intern_op(kind, dims, dtype)
+        dims = (int(dims[0] * weight),) if dims[0] > 1 else ()
+    return intern_op(kind, dims, dtype) if dims else None
 
 
 def _cast(source: str, target: str) -> str:

@@ -172,7 +172,7 @@ def _index(settings: Mapping[str, Any], reads: Shapes, writes: Shapes) -> Layout
 
 def _embedding(settings: Mapping[str, Any], reads: Shapes, writes: Shapes) -> Layout:
     (rows, width), ids = reads[0], _aligned(reads[1], len(reads[1]))
-    return Layout(((((("v"), rows),), (("h", width),)), ids), ((*ids, (("h", width),)),), frozenset("v"))
+    return Layout((((("v", rows),), (("h", width),)), ids), ((*ids, (("h", width),)),), frozenset("v"))
 
 
 def _attention(settings: Mapping[str, Any], reads: Shapes, writes: Shapes) -> Layout:
@@ -270,17 +270,9 @@ def attention(q: Sequence[int], k: Sequence[int], dtype: str, *, causal: bool) -
     return Op("attention", (q[0], q[1], k[1], q[2], k[2], q[3], int(causal)), dtype)
 
 
-def norm(name: str, shape: Sequence[int], hidden: int, dtype: str) -> Op | None:
-    """A norm of rows of ``hidden`` numbers."""
-    rows = math.prod(shape) // max(hidden, 1)
-    if rows * hidden < 2:
-        return None
-    return Op("rms_norm" if name == "rms_norm" else "layer_norm", (rows, hidden), dtype)
-
-
-def rows_of(kind: str, shape: Sequence[int], dtype: str) -> Op | None:
-    """An op on the rows of a tensor."""
-    columns = shape[-1] if shape else 1
+def rows_of(kind: str, shape: Sequence[int], dtype: str, columns: int = 0) -> Op | None:
+    """An op on the rows of a tensor, or on rows of so many numbers."""
+    columns = columns or (shape[-1] if shape else 1)
     rows = math.prod(shape) // max(columns, 1)
     return Op(kind, (rows, columns), dtype) if rows * columns > 1 else None
 

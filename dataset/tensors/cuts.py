@@ -64,14 +64,8 @@ class Cutting(Generic[Step]):
             self._emit(call, plan)
         specs = {name: self._specs.get(tensor) for name, tensor in before.outputs.items()}
         kept = {name: None if spec == SUM else spec for name, spec in specs.items()}
-        outputs = {
-            name: self._as(tensor, kept[name] if self._axis else None, self._producer[tensor])
-            for name, tensor in before.outputs.items()
-        }
-        gradients = {
-            parameter: self._as(name, self._specs.get(parameter), self._producer[name])
-            for parameter, name in before.gradients.items()
-        }
+        outputs = {name: self._as(of, kept[name] if self._axis else None) for name, of in before.outputs.items()}
+        gradients = {name: self._as(of, self._specs.get(name)) for name, of in before.gradients.items()}
         made = replace(before, calls=tuple(self._calls), shapes=self._shapes, outputs=outputs, gradients=gradients)
         if not self._axis:
             return made
@@ -101,10 +95,8 @@ class Cutting(Generic[Step]):
         """How to cut a call whose inputs lie as ``specs`` say; ``chosen``: label and outer, else by most elements."""
         call, layout = self._program.calls[place], self._layout(place)
         have = [specs.get(name) for name in call.reads]
-        given = have[call.settings.get("saved", 0) if call.op == "vjp" else 0 :]
-        of = call.settings["of"].op if call.op == "vjp" else call.op
-        values = have[: len(have) - len(given)]
-        if given and {*given} == {SUM} and of in LINEAR and not any(values):
+        of, saved = (call.settings["of"].op, call.settings["saved"]) if call.op == "vjp" else (call.op, 0)
+        if {*have[saved:]} == {SUM} and of in LINEAR and not any(have[:saved]):
             return tuple(have), (SUM,) * len(call.writes)
         if call.op == "adamw":
             return (have[0],) * 2, (have[0],)
@@ -165,12 +157,12 @@ class Cutting(Generic[Step]):
             self._specs[name], self._producer[name] = spec, call
             self._name_parts(name, spec)
         several = not self._axis and any(spec is not None for spec in (*plan[0], *plan[1]))
+        late = self._count - 1 if not self._axis and call.phase != FORWARD else call.micro
         for micro in range(self._count) if several else [None]:
             sides = [
                 tuple(_part(name, micro) if spec is not None else name for name, spec in zip(names, specs, strict=True))
                 for names, specs in zip((reads, call.writes), plan, strict=True)
             ]
-            late = self._count - 1 if not self._axis and call.phase != FORWARD else call.micro
             self._calls.append(replace(call, reads=sides[0], writes=sides[1], micro=late if micro is None else micro))
         for name in call.writes:
             if name in self._is_gradient and self._specs[name] == SUM:
@@ -187,9 +179,9 @@ class Cutting(Generic[Step]):
     def _parts(self, name: str) -> list[str]:
         return [name] if self._axis else [_part(name, micro) for micro in range(self._count)]
 
-    def _as(self, name: str, want: Spec, call: TensorCall) -> str:
-        """The name of a tensor in the spec that is wanted, which is made if it is not there yet."""
-        have = self._specs.get(name)
+    def _as(self, name: str, want: Spec, call: TensorCall | None = None) -> str:
+        """The name of a tensor in the spec that is wanted, which is made for a call if it is not there yet."""
+        have, call = self._specs.get(name), call or self._producer[name]
         if have == want:
             return name
         if have is None and name in self._free:

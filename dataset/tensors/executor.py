@@ -19,13 +19,12 @@ _NORMS = ("softmax", "layer_norm", "rms_norm")
 
 def run(program: TensorStep, values: Mapping[str, Any]) -> dict[str, Array]:
     """Compute the outputs from whole inputs and parameters; a tensor of all ranks has their axes as leading dims."""
-    sizes = tuple(program.axes.values())
+    sizes, home = tuple(program.axes.values()), dict[str, int]()
+    whole = [(size, None) for size in sizes]
     held = {
-        name: _spread(value, [(program.axes[axis], spec) for axis, spec in program.laid.get(name, ())] or
-                      [(size, None) for size in sizes])
+        name: _spread(value, [(program.axes[axis], spec) for axis, spec in program.laid.get(name, ())] or whole)
         for name, value in {**program.constants, **_checked(program, values)}.items()
-    }  # fmt: skip
-    home = dict[str, int]()
+    }
     for call in program.calls:
         away = [name for name in {*call.reads} - program.everywhere if home.setdefault(name, call.stage) != call.stage]
         assert not away, f"{call.op} of stage {call.stage} reads {away} of other stages"
@@ -57,13 +56,12 @@ def _checked(program: TensorStep, values: Mapping[str, Any]) -> dict[str, Array]
             if isinstance(spec, tuple):
                 shape[spec[0]] *= program.axes[axis]
         try:
-            found[name] = np.asarray(values[name])
+            found[name] = value = np.asarray(values[name])
         except (ValueError, TypeError, RuntimeError):  # rows of different lengths, a tensor of a device
-            found[name] = np.asarray(None)
-        kind, got = found[name].dtype, found[name].shape
-        fits = kind.kind in "biuf" and got == tuple(shape)
-        if not fits or np.isnan(found[name]).any():
-            what = "NaN in it" if fits else f"{kind} of shape {got}"
+            value = np.asarray(None)
+        fits = value.dtype.kind in "biuf" and value.shape == tuple(shape)
+        if not fits or np.isnan(value).any():
+            what = "NaN in it" if fits else f"{value.dtype} of shape {value.shape}"
             raise CaptureError(f"{name!r:.80} must be numbers of shape {tuple(shape)}, got {what:.80}")
     return found
 
@@ -99,35 +97,37 @@ def _exchanged(call: TensorCall, value: Array, number: int, axes: int) -> Array:
 def cut(value: Array, spec: tuple[int, int], count: int, at: int) -> Array:
     """Part ``at`` of ``count`` of a dim within each of ``outer`` rows of it; ``spec``: dim and outer."""
     dim, outer = spec
-    shape = (*value.shape[:dim], outer, count, -1, *value.shape[dim + 1 :])
-    part: Array = value.reshape(shape).take(at, axis=dim + 1)
-    return part.reshape(*value.shape[:dim], -1, *value.shape[dim + 1 :])
+    rows = value.reshape(*value.shape[:dim], outer, count, -1, *value.shape[dim + 1 :])
+    part: Array = rows.take(at, axis=dim + 1).reshape(*value.shape[:dim], -1, *value.shape[dim + 1 :])
+    return part
 
 
 def joined(parts: Sequence[Array], spec: tuple[int, int]) -> Array:
     """The whole of which ``cut`` made the parts."""
-    dim, outer = spec
-    first = parts[0].shape
+    (dim, outer), first = spec, parts[0].shape
     rows = [part.reshape(*first[:dim], outer, -1, *first[dim + 1 :]) for part in parts]
     return np.stack(rows, axis=dim + 1).reshape(*first[:dim], -1, *first[dim + 1 :])
 
 
-# By op, from its settings, what it reads and the shape of the first tensor that it writes.
-_COMPUTE: Mapping[str, Callable[[Any, Sequence[Array], Shape], Any]] = {
+# By op, from its settings, what it reads and the shapes of what it writes.
+_COMPUTE: Mapping[str, Callable[[Any, Sequence[Array], Shapes], Any]] = {
     "adamw": lambda given, values, made: (  # the first step: both moments begin at 0
         values[0] - 1e-3 * (values[1] / (np.abs(values[1]) + 1e-8) + 0.01 * values[0])
     ),
     "product": lambda given, values, made: np.matmul(*_turned(given, values)),
     "attention": lambda given, values, made: _attended(given, values)[0],
-    "reduce": lambda given, values, made: getattr(np, given["how"])(values[0], axis=given["reduced"]).reshape(made),
-    "reshape": lambda given, values, made: values[0].reshape(made),
+    "reduce": lambda given, values, made: getattr(np, given["how"])(values[0], axis=given["reduced"]).reshape(made[0]),
+    "reshape": lambda given, values, made: values[0].reshape(made[0]),
     "permute": lambda given, values, made: values[0].transpose(given["order"]),
     "concat": lambda given, values, made: np.concatenate(values, axis=given["axis"]),
     "index": lambda given, values, made: values[0][tuple(given["index"])],
-    "expand": lambda given, values, made: np.broadcast_to(values[0], made),
+    "expand": lambda given, values, made: np.broadcast_to(values[0], made[0]),
     "embedding": lambda given, values, made: values[0][values[1].astype(np.int64)],
     "join": lambda given, values, made: joined(values, (given["dim"], given["outer"])),
     "piece": lambda given, values, made: cut(values[0], (given["dim"], given["outer"]), given["count"], given["at"]),
+    "softmax": lambda given, values, made: _normed("softmax", given, values)[0],
+    "layer_norm": lambda given, values, made: _normed("layer_norm", given, values)[0],
+    "rms_norm": lambda given, values, made: _normed("rms_norm", given, values)[0],
 }
 
 
@@ -139,16 +139,14 @@ def compute(call: TensorCall, values: Sequence[Array], made: Shapes) -> list[Arr
         shapes = [value.shape for value in values[:saved]] if saved else made
         every = _gradients(of, values[:saved], values[saved:], shapes)
         return [each for each, wanted in zip(every, settings["wanted"], strict=True) if wanted]
-    if call.op in POINTWISE:
-        return [np.asarray(POINTWISE[call.op](*values))]
-    if call.op in _NORMS:
-        return [_normed(call.op, settings, values)[0]]
     if call.op == "split":
         sizes = [shape[settings["axis"]] for shape in made]
         return np.split(values[0], np.cumsum(sizes)[:-1], axis=settings["axis"])
+    if call.op in POINTWISE:
+        return [np.asarray(POINTWISE[call.op](*values))]
     if call.op not in _COMPUTE:
         raise CaptureError(f"the reference executor must know every op, got {call.op!r:.80} ({call.name!r:.80})")
-    return [np.asarray(_COMPUTE[call.op](settings, values, made[0]))]
+    return [np.asarray(_COMPUTE[call.op](settings, values, made))]
 
 
 def _turned(settings: Mapping[str, Any], pair: Sequence[Array]) -> list[Array]:
@@ -193,7 +191,7 @@ def _attended(settings: Mapping[str, Any], values: Sequence[Array]) -> tuple[Arr
 
 def _gradients(call: TensorCall, values: Sequence[Array], given: Sequence[Array], shapes: Shapes) -> list[Array]:
     """Gradients of all that a call reads, from those of what it writes; ``shapes``: of what it reads."""
-    dy = given[0]
+    dy, settings = given[0], call.settings
     if call.op in ("add", "cast"):
         return [_summed(dy, shape) for shape in shapes]
     if call.op in POINTWISE:
@@ -204,36 +202,29 @@ def _gradients(call: TensorCall, values: Sequence[Array], given: Sequence[Array]
             found.append(_summed(dy * moved.imag / _STEP, value.shape))
         return found
     if call.op == "product":
-        left, right = _turned(call.settings, values)
-        pair = _turned(call.settings, (dy @ right.swapaxes(-1, -2), left.swapaxes(-1, -2) @ dy))
+        left, right = _turned(settings, values)
+        pair = _turned(settings, (dy @ right.swapaxes(-1, -2), left.swapaxes(-1, -2) @ dy))
         return [_summed(each, shape) for each, shape in zip(pair, shapes, strict=True)]
-    if call.op in _NORMS:
-        return _normed_gradients(call, values, dy)
     if call.op == "attention":
-        _, weights, k, v, scale = _attended(call.settings, values)
+        _, weights, k, v, scale = _attended(settings, values)
         raised = dy @ v.swapaxes(-1, -2)
         scores = scale * weights * (raised - (raised * weights).sum(axis=-1, keepdims=True))
         pair = [scores.swapaxes(-1, -2) @ values[0], weights.swapaxes(-1, -2) @ dy]
-        heads = [
-            each.reshape(*shape[:2], -1, *shape[2:]).sum(axis=2) for each, shape in zip(pair, shapes[1:], strict=False)
-        ]
+        heads = (each.reshape(*of[:2], -1, *of[2:]).sum(axis=2) for each, of in zip(pair, shapes[1:], strict=False))
         return [scores @ k, *heads, *(np.zeros(shape) for shape in shapes[3:])]
     if call.op == "reduce":
-        kept = [1 if place in call.settings["reduced"] else size for place, size in enumerate(shapes[0])]
-        part = math.prod(kept) / math.prod(shapes[0]) if call.settings["how"] == "mean" else 1.0
+        kept = [1 if place in settings["reduced"] else size for place, size in enumerate(shapes[0])]
+        part = math.prod(kept) / math.prod(shapes[0]) if settings["how"] == "mean" else 1.0
         return [np.broadcast_to(part * dy.reshape(kept), shapes[0])]
-    return _moved_gradients(call, values, given, shapes)
-
-
-def _normed_gradients(call: TensorCall, values: Sequence[Array], dy: Array) -> list[Array]:
-    out, plain, scale = _normed(call.op, call.settings, values)
-    axes = tuple(call.settings["axes"])
+    if call.op not in _NORMS:
+        return _moved_gradients(call, values, given, shapes)
+    (out, plain_out, divisor), axes = _normed(call.op, settings, values), tuple(settings["axes"])
     if call.op == "softmax":
         return [out * (dy - (dy * out).sum(axis=axes, keepdims=True))]
     inner = dy * values[1] if len(values) > 1 else dy
-    inner_mean = inner.mean(axis=axes, keepdims=True) if call.op == "layer_norm" else 0.0
-    dx = (inner - inner_mean - plain * (inner * plain).mean(axis=axes, keepdims=True)) / scale
-    return [dx, *(_summed(each, value.shape) for each, value in zip((dy * plain, dy), values[1:], strict=False))]
+    mean = inner.mean(axis=axes, keepdims=True) if call.op == "layer_norm" else 0.0
+    dx = (inner - mean - plain_out * (inner * plain_out).mean(axis=axes, keepdims=True)) / divisor
+    return [dx, *(_summed(each, value.shape) for each, value in zip((dy * plain_out, dy), values[1:], strict=False))]
 
 
 def _moved_gradients(call: TensorCall, values: Sequence[Array], given: Sequence[Array], shapes: Shapes) -> list[Array]:

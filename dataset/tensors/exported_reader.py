@@ -8,7 +8,7 @@ import math
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from stepsight.dataset.base.errors import MALFORMED, CaptureError, StepsightErro
 from stepsight.dataset.base.files import preset
 from stepsight.dataset.capture.record_graph import op_of_call
 from stepsight.dataset.kinds.op import Op
-from stepsight.dataset.tensors.calls import POINTWISE, attention, matrix_product, norm, rows_of
+from stepsight.dataset.tensors.calls import POINTWISE, attention, matrix_product, rows_of
 from stepsight.dataset.tensors.ranks import TensorStep
 from stepsight.dataset.tensors.readers import Found, ModelReader, Shape, check_count, check_names, check_order, named
 from stepsight.dataset.traces.classify import DTYPES, NAMES, Scope
@@ -82,7 +82,7 @@ class ExportedReader(ModelReader):
 
     def _keep_symbols(self, dims: Mapping[str, int]) -> None:
         """Keep the sizes of dynamic dimensions; of those that are not given the user is told which one was taken."""
-        for name in (name for given in self._graph["inputs"] for name in _tensors_of(given)):
+        for name in _names(self._graph["inputs"]):
             for place, size in enumerate(self._graph["tensor_values"][name]["sizes"]):
                 found = _SYMBOL.fullmatch(size.get("as_expr", {}).get("expr_str", "-"))
                 if found is None or found[1] in self._symbols:
@@ -94,16 +94,13 @@ class ExportedReader(ModelReader):
                     self.notes.append(f"dimension {place} of {name} is taken as {taken}, {why}")
 
     def read(self) -> TensorStep:
-        graph = self._graph
-        given, outputs = (
-            [name for each in graph[side] for name in _tensors_of(each)] for side in ("inputs", "outputs")
-        )
+        graph, given, outputs = self._graph, _names(self._graph["inputs"]), _names(self._graph["outputs"])
         rows = [(f"node {place} ({_name_of(node)})", *_names_of(node)) for place, node in enumerate(graph["nodes"])]
         check_order([*rows, ("the graph", outputs, [])], given)
         for (title, *_), node in zip(rows, graph["nodes"], strict=True):
             with named(title):
                 self._node(node)
-        first = [name for spec in self._specs for name in _tensors_of(spec.get("user_input", {}).get("arg", {}))]
+        first = _names(spec.get("user_input", {}).get("arg", {}) for spec in self._specs)
         types = [DTYPES[self._types[name]][0] for name in self.parameters]
         return self.step([*first, *given], outputs, types)
 
@@ -118,31 +115,29 @@ class ExportedReader(ModelReader):
 
     def _node(self, node: Mapping[str, Any]) -> None:
         name, (reads, writes) = _name_of(node), _names_of(node)
-        given = {each["name"]: each["arg"] for each in node["inputs"]}
+        number = {each["name"]: _number(each["arg"]) for each in node["inputs"]}
         of = None if name in _VIEWS else node
-        ends = [_number(given.get(key, {"as_int": value})) for key, value in (("start", 0), ("step", 1))]
-        if name == "arange" and None not in ends and self.affords(math.prod(self.shapes[writes[0]])):
-            self.constants[writes[0]] = ends[0] + ends[1] * np.arange(self.shapes[writes[0]][0])
+        start, step = number.get("start", 0), number.get("step", 1)
+        if name == "arange" and None not in (start, step) and self.affords(math.prod(self.shapes[writes[0]])):
+            self.constants[writes[0]] = start + step * np.arange(self.shapes[writes[0]][0])
         elif name == "unbind":
-            axis = _number(given.get("dim", {"as_int": 0})) % len(self.shapes[reads[0]])
+            axis = number.get("dim", 0) % len(self.shapes[reads[0]])
             parts = {f"{made} of one": made for made in writes}
-            for part, made in parts.items():
-                self.shapes[part] = (*self.shapes[made][:axis], 1, *self.shapes[made][axis:])
+            self.shapes |= {part: (*(x := self.shapes[made])[:axis], 1, *x[axis:]) for part, made in parts.items()}
             self.add(("split", {"axis": axis}, reads), [*parts], name, of)
             for part, made in parts.items():
                 self.add(("reshape", {}, [part]), [made], name, of)
         elif writes:
-            self.add(self._found(name, given, reads, writes), writes, name, of)
+            self.add(self._found(name, number, reads, writes), writes, name, of)
 
-    def _found(self, name: str, given: Mapping[str, Any], reads: list[str], writes: Sequence[str]) -> Found:
+    def _found(self, name: str, number: Mapping[str, Any], reads: list[str], writes: Sequence[str]) -> Found:
         rank = len(self.shapes[reads[0]]) if reads else 0
-        number = {key: _number(value) for key, value in given.items()}
         if name in ("linear", "matmul", "bmm", "mm") and min(len(self.shapes[each]) for each in reads[:2]) > 1:
             return "product", {"right": name == "linear"}, reads
         if name == "addmm" and number.get("alpha", 1) == number.get("beta", 1) == 1:
             return "product", {}, [*reads[1:], reads[0]]
-        if name in _SAME or name in ("expand", "expand_as"):
-            return "expand" if name in ("expand", "expand_as") else "reshape", {}, reads[:1]
+        if name in _SAME or name.startswith("expand"):
+            return "expand" if name.startswith("expand") else "reshape", {}, reads[:1]
         if name in ("t", "transpose", "permute"):
             order = [axis % rank for axis in number.get("dims") or range(rank)]
             if name != "permute":
@@ -165,10 +160,8 @@ class ExportedReader(ModelReader):
         if name in ("mean", "sum"):
             reduced = number.get("dim") or range(rank)
             return "reduce", {"reduced": tuple(axis % rank for axis in reduced), "how": name}, reads
-        if name == "embedding":
-            return "embedding", {}, reads
-        if name == "gelu" and number.get("approximate") == "tanh":
-            return "gelu_tanh", {}, reads
+        if name == "embedding" or (name == "gelu" and number.get("approximate") == "tanh"):
+            return "embedding" if name == "embedding" else "gelu_tanh", {}, reads
         if name not in POINTWISE or not reads or number.get("alpha", 1) != 1:
             return f"aten::{name}", {}, reads
         scalars = {f"{writes[0]} {key}": number[key] for key in number if key in ("other", "exponent")}
@@ -189,16 +182,15 @@ class ExportedReader(ModelReader):
             return [attention(sizes[0], sizes[1], dtype, causal=causal)], ""
         if name in ("layer_norm", "rms_norm", "group_norm"):
             hidden = math.prod(given.get("normalized_shape", {}).get("as_ints", sizes[0][-1:]))
-            return [norm(name, sizes[0], hidden, dtype)], ""
+            return [rows_of("rms_norm" if name == "rms_norm" else "layer_norm", sizes[0], dtype, hidden)], ""
         if name in ("softmax", "_softmax", "log_softmax"):
             return [rows_of("softmax", sizes[0], dtype)], ""
         dims, types, literals = [], [], []
         for argument in given.values():
-            tensors = _tensors_of(argument)
-            parts, listed = [list(shapes[tensor]) for tensor in tensors], "as_tensors" in argument
+            tensors, listed = _tensors_of(argument), "as_tensors" in argument
+            parts = [list(shapes[tensor]) for tensor in tensors]
             dims.append(parts if listed else parts[0] if tensors else [])
-            types.append(f"TensorList {self._types[tensors[0]]}" if listed and tensors else
-                         self._types[tensors[0]] if tensors else "Scalar")  # fmt: skip
+            types.append("TensorList " * listed + self._types[tensors[0]] if tensors else "Scalar")
             literals.append("" if tensors else str(next(iter(argument.values()), "")))
         made = (list(shapes[writes[0]]), self._types[writes[0]], len(writes))
         op, known = op_of_call((f"aten::{name}", dims, types, [()] * len(dims), literals, made), Scope())
@@ -225,8 +217,11 @@ def _name_of(node: Mapping[str, Any]) -> str:
 
 def _names_of(node: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Names of the tensors that a node reads, and of those that it writes."""
-    reads = [name for each in node["inputs"] for name in _tensors_of(each["arg"])]
-    return reads, [name for each in node["outputs"] for name in _tensors_of(each)]
+    return _names(each["arg"] for each in node["inputs"]), _names(node["outputs"])
+
+
+def _names(arguments: Iterable[Mapping[str, Any]]) -> list[str]:
+    return [name for each in arguments for name in _tensors_of(each)]
 
 
 def _number(argument: Mapping[str, Any]) -> Any:

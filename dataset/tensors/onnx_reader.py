@@ -15,7 +15,7 @@ from stepsight.dataset.base.bounded import read_file
 from stepsight.dataset.base.errors import CaptureError, need
 from stepsight.dataset.base.files import preset
 from stepsight.dataset.kinds.op import Op
-from stepsight.dataset.tensors.calls import POINTWISE, attention, matrix_product, norm, rows_of, streamed
+from stepsight.dataset.tensors.calls import POINTWISE, attention, matrix_product, rows_of, streamed
 from stepsight.dataset.tensors.ranks import TensorStep
 from stepsight.dataset.tensors.readers import Found, ModelReader, Shape, check_count, check_names, check_order, named
 from stepsight.dataset.traces.classify import DTYPES
@@ -303,7 +303,7 @@ def _convolution(
 def _layer_norm(
     settings: _Settings, shapes: _Shapes, result: Shape, dtype: str, *, name: str = "layer_norm"
 ) -> Op | None:
-    return norm(name, shapes[0], math.prod(shapes[0][settings.get("axis", -1) :]), dtype)
+    return rows_of(name, shapes[0], dtype, math.prod(shapes[0][settings.get("axis", -1) :]))
 
 
 def _heads(settings: _Settings, shapes: _Shapes, result: Shape, dtype: str) -> Op | None:

@@ -83,27 +83,21 @@ class Region:
     @property
     def dims(self) -> list[tuple[int, ...]]:
         """Dims of the ops ``fused_loops`` that the calls of its compiled functions are, in order."""
-        numbers = {loop: number for number, launch in enumerate(self.launches) for loop in launch.loops}
+        of_loop = {loop: launch for launch in self.launches for loop in launch.loops}
         loops = {loop.name: loop for loop in self.loops}
-        found: dict[int, tuple[int, ...]] = {}
+        found: dict[int, tuple[int, ...]] = {}  # by id of a launch
         passed, touched = 0.0, dict[str, float]()
         for loop in self.loops:
-            number = numbers.get(loop.name)
-            if number in found or (number is None and not loop.extern):
-                continue
-            inside = [loop]
-            if number is not None:
-                launch = self.launches[number]
+            launch, inside = of_loop.get(loop.name), [loop]
+            if launch is not None and id(launch) not in found:
                 inside = [loops[name] for name in launch.loops]
-                found[number] = launch_dims(launch.nests, {name: passed - at for name, at in touched.items()})
+                found[id(launch)] = launch_dims(launch.nests, {name: passed - at for name, at in touched.items()})
+            elif launch is not None or not loop.extern:
+                continue
             for name in dict.fromkeys(buffer for each in inside for buffer in each.buffers):
                 passed += self.buffers.get(name, 0)
                 touched[name] = passed
-        return [found[number] for number in range(len(self.launches))]
-
-
-class _ReadError(Exception):
-    """Raised when the scheduler was read: nothing is to be compiled."""
+        return [found[id(launch)] for launch in self.launches]
 
 
 def read_region(graph: Any, example_inputs: Sequence[Any], *, on_device: bool = False, **options: Any) -> Region:
@@ -112,17 +106,16 @@ def read_region(graph: Any, example_inputs: Sequence[Any], *, on_device: bool = 
     ``on_device``: for a GPU: what is fused, without code; inputs are fake tensors on the CPU.
     """
     found: list[Region] = []
-    version = f"Inductor of PyTorch {torch.__version__}"
+    why = "it made no region of a graph"
     try:
         given = _on_device(graph, example_inputs) if on_device else (graph, example_inputs)
         answers = _device_answers() if on_device else nullcontext()
         with _reading(found, options, stop=True, code=not on_device), answers:
             compile_fx_inner(*given, **options)
     except Exception as error:
-        if not found:
-            raise HarnessError(f"{version} could not be asked: {str(error).splitlines()[0]:.200}") from error
+        why = (str(error).splitlines() or [type(error).__name__])[0]
     if not found:
-        raise HarnessError(f"{version} made no region of a graph")
+        raise HarnessError(f"Inductor of PyTorch {torch.__version__} could not be asked: {why:.200}")
     return found[0]
 
 
@@ -181,7 +174,7 @@ def _reading(found: list[Region], options: Mapping[str, Any], *, stop: bool, cod
             with nullcontext() if stop else suppress(Exception):  # what compiles must not fail since it is read
                 found.append(_region(scheduler, direction, calls))
             if stop:
-                raise _ReadError
+                raise HarnessError("the scheduler was read: nothing is to be compiled")
         return result
 
     def name_kernel(scheduling: Any, source: str, nodes: Any, *rest: Any, **more: Any) -> Any:
@@ -286,17 +279,18 @@ def _device_answers() -> Iterator[None]:
     state = torch.get_rng_state()
     answers = cuda_answers(1, 0) | {"synchronize": None, "get_rng_state": state, "set_rng_state": None}
     with ExitStack() as stack:
-        for name, value in answers.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, always(value)))
-        for name in ("device", "_DeviceGuard"):
-            stack.enter_context(mock.patch.object(torch.cuda, name, NoContext))
-        stack.enter_context(mock.patch.object(torch.version, "cuda", "12.8"))
-        for name, same in _UNGUARDED.items():
-            stack.enter_context(mock.patch.object(torch.Tensor, name, same))
-        for owner in (CudaInterface, CudaInterface.Worker):
-            told = staticmethod(always(CAPTURED_DEVICE))
-            stack.enter_context(mock.patch.object(owner, "get_device_properties", told))
-        for name, value in (("is_triton_capable", True), ("raise_if_triton_unavailable", None)):
-            stack.enter_context(mock.patch.object(CudaInterface, name, staticmethod(always(value)), create=True))
-        stack.enter_context(mock.patch("torch._inductor.scheduler.has_triton", always(True), create=True))
+        told = lambda value: staticmethod(always(value))
+        properties = {"get_device_properties": told(CAPTURED_DEVICE)}
+        triton = {"is_triton_capable": told(True), "raise_if_triton_unavailable": told(None)}
+        for owner, values in (
+            (torch.cuda, {name: always(value) for name, value in answers.items()}),
+            (torch.cuda, {"device": NoContext, "_DeviceGuard": NoContext}),
+            (torch.version, {"cuda": "12.8"}),
+            (torch.Tensor, _UNGUARDED),
+            (CudaInterface, properties | triton),
+            (CudaInterface.Worker, properties),
+            (inductor, {"has_triton": always(True)}),
+        ):
+            for name, value in values.items():
+                stack.enter_context(mock.patch.object(owner, name, value, create=True))
         yield

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
 FILE = "STEPSIGHT_RENDEZVOUS"  # environment variable: the file through which the ranks of one machine meet
+PIPES = "STEPSIGHT_DELAYS"  # the same: where an emulated rank asks for delays of collectives, and reads them
 _PATIENCE = timedelta(minutes=10)
 _ADDRESS_OF = 0x8915  # ioctl SIOCGIFADDR
 _BACKLOG = 4096  # connections that may wait: one of every rank

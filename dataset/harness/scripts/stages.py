@@ -16,7 +16,7 @@ from datetime import timedelta
 from itertools import count, cycle
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlparse
+from urllib.parse import parse_qsl, urlparse
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,7 @@ from ..base.patching import patch
 from ..emulation.clocks import HostClock, Peers, Spinner, VirtualClock
 from ..emulation.stand_in import World, asked_delays, enter
 from ..measuring.timing import StepClock, StepTracer
-from ..running.workers import FILE, report
-from .launch import PIPES
+from ..running.workers import FILE, PIPES, report
 from .step_marks import StepMarks
 
 RESULT = "script_rank{}.json"  # file that one rank writes when it has finished
@@ -48,6 +47,7 @@ class Stages:
         self, settings: dict[str, Any], rank: int, leave: Callable[[], None], world: EmulatedWorld | None
     ) -> None:
         self._settings, self.rank, self._leave, self._world = settings, rank, leave, world
+        self._meet = barrier if world is None else world.meet  # waits for all ranks
         # Steps that are traced after the timed ones, with the profiler's warm-up.
         self.traced = settings["profile_steps"] + 1 if settings["profile_steps"] else 0
         # Number of steps that a script must run before its steps can be identified.
@@ -67,9 +67,12 @@ class Stages:
         next(self._run, None)
 
     def _measured(self) -> Generator[None]:
-        """Go through the stages, from the end of a step; every ``yield`` waits for the end of the next one."""
+        """Go through the stages, from the end of a step; every ``yield`` waits for the end of the next one.
+
+        Then write this rank's measurements, and end the process after all ranks have finished.
+        """
         wanted, world, rounds = self._settings, self._world, list[list[float]]()
-        collectives: list[dict[str, Any]] = []
+        folder, collectives = Path(wanted["out"]), list[dict[str, Any]]()
         for number in range(wanted["warmup"]):
             if number:
                 yield
@@ -92,30 +95,20 @@ class Stages:
         profiled, names = list[float](), dict[str, str]()
         if self.traced:
             report(doing="traced steps", rank=self.rank)
-            with StepTracer(device(), wanted["profile_steps"], Path(wanted["out"]), self.rank) as tracer:
+            with StepTracer(device(), wanted["profile_steps"], folder, self.rank) as tracer:
                 while tracer.left:
                     tracer.begin()
                     with annotate.segment("step"):
                         yield
                     tracer.end()
             profiled, names = tracer.written()
-        found = {"rounds": rounds, "profiled_seconds": profiled, "traces": names}
-        self._finish(found | ({} if world is None else {"collectives": collectives}))
-
-    def _meet(self) -> None:
-        """Wait for all ranks."""
-        (barrier if self._world is None else self._world.meet)()
-
-    def _finish(self, found: dict[str, Any]) -> None:
-        """Write this rank's measurements, and end the process after all ranks have finished."""
-        folder = Path(self._settings["out"])
-        digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in found["traces"].values()}
-        memory = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
-        found |= {
-            "rank": self.rank, "steps_by": self.marks.kind, "digests": digests, "device": device().type,
-            "threads": torch.get_num_threads(), "peak_memory_bytes": memory,
+        digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names.values()}
+        found = {
+            "rank": self.rank, "steps_by": self.marks.kind, "device": device().type, "rounds": rounds,
+            "profiled_seconds": profiled, "traces": names, "digests": digests, "threads": torch.get_num_threads(),
+            "peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None,
         }  # fmt: skip
-        write_json(folder / RESULT.format(self.rank), found)
+        write_json(folder / RESULT.format(self.rank), found | ({} if world is None else {"collectives": collectives}))
         self._meet()
         self._leave()
 
@@ -154,17 +147,15 @@ class EmulatedWorld:
 
         patch(c10d, _new_process_group_helper=in_this_world)
 
-    def seconds(self, kind: str, num_bytes: int, group_size: int, ranks_per_node: int) -> float:
+    def seconds(self, *key: Any) -> float:
         """Seconds of one collective, which is counted."""
-        self.calls[kind, num_bytes, group_size, ranks_per_node] += 1
-        return self._delay(kind, num_bytes, group_size, ranks_per_node)
+        self.calls[key] += 1
+        return self._delay(*key)
 
     def now(self) -> float:
         """Time of the stream on which a step ends."""
-        if isinstance(self.clock, VirtualClock):
-            self.clock.now()
-            return self.clock.main.time
-        return self.clock.now()
+        now = self.clock.now()
+        return self.clock.main.time if isinstance(self.clock, VirtualClock) else now
 
     def meet(self) -> None:
         """Wait for the other real ranks; a virtual clock advances to their latest time."""
@@ -204,9 +195,9 @@ def rendezvous_through_file() -> None:
     times = count(1)  # a store of its own for each time that a script starts its process groups
 
     def handler(url: str, timeout: timedelta = timedelta(minutes=10), **_: Any) -> Iterator[tuple[Any, int, int]]:
-        query = {name: values[0] for name, values in parse_qs(urlparse(url).query).items()}
-        rank = int(query.get("rank", os.environ.get("RANK", 0)))
-        size = int(query.get("world_size", os.environ.get("WORLD_SIZE", 1)))
+        query = {"rank": os.environ.get("RANK", "0"), "world_size": os.environ.get("WORLD_SIZE", "1")}
+        query |= dict(parse_qsl(urlparse(url).query))
+        rank, size = int(query["rank"]), int(query["world_size"])
         store: Any = dist.FileStore(os.environ[FILE], size)  # type: ignore[attr-defined]
         store.set_timeout(timeout)
         yield dist.PrefixStore(f"script{next(times)}", store), rank, size  # type: ignore[attr-defined]
@@ -236,9 +227,8 @@ def annotate_compiled() -> None:
 
     def kept(options: dict[str, Any]) -> dict[str, Any] | None:
         given = {name for name, value in options.items() if value not in (None, False)}
-        if given <= {"backend", "fullgraph", "dynamic"}:
-            return {name: options[name] for name in ("fullgraph", "dynamic") if name in options}
-        return None
+        passed = {name: value for name, value in options.items() if name in ("fullgraph", "dynamic")}
+        return passed if given <= {"backend", "fullgraph", "dynamic"} else None
 
     def annotate_region(region: Any, made: Any) -> None:
         """Wrap the compiled functions of a region."""
