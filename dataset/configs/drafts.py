@@ -43,17 +43,11 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """A configuration file.
-
-    Attributes:
-        path: Of the file.
-        tables: Of JSON, TOML or YAML; empty for other files.
-        given: Values that the user states.
-    """
+    """A configuration file."""
 
     path: Path
-    tables: Mapping[str, Any]
-    given: Given = field(default_factory=Given)
+    tables: Mapping[str, Any]  # of JSON, TOML or YAML; empty for other files
+    given: Given = field(default_factory=Given)  # values that the user states
 
     @classmethod
     def open(cls, path: Path, given: Given | None = None) -> ConfigFile:
@@ -82,22 +76,14 @@ class Draft:
     Keys of ``run`` are no job's, but follow from a configuration: ``devices`` (of the run), ``replicas``,
     ``replicas_of_shards``, ``accumulation`` (micro-batches of a replica in an iteration), ``local_batch`` (sequences of
     a replica in an iteration), ``flush_batch`` (sequences of a replica between two flushes of the pipeline).
-
-    Attributes:
-        framework: Of the job.
-        values: By key of the job (``model.layers``).
-        sources: By key: the words of the configuration that state it.
-        reasons: By key: why a value is assumed that no configuration states.
-        ignored: What no key of a job expresses.
-        told: The keys that were set, in their order; ``ignored`` for what no key expresses.
     """
 
-    framework: str = ""
-    values: dict[str, Any] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
-    ignored: list[str] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    framework: str = ""  # of the job
+    values: dict[str, Any] = field(default_factory=dict)  # by key of the job (model.layers)
+    sources: dict[str, str] = field(default_factory=dict)  # by key: the words of the configuration that state it
+    reasons: dict[str, str] = field(default_factory=dict)  # by key: why a value is assumed that nothing states
+    ignored: list[str] = field(default_factory=list)  # what no key of a job expresses
+    told: list[str] = field(default_factory=list)  # the keys that were set, in their order; ignored: of what none does
 
     @property
     def tables(self) -> dict[str, dict[str, Any]]:
@@ -148,27 +134,16 @@ class Draft:
 
 @dataclass
 class Reading:
-    """The settings of a configuration while a reader maps them to the keys of a job.
-
-    Attributes:
-        draft: Of the job.
-        values: Settings by name; nested tables have names with dots.
-        shown: How a setting is written in the configuration, by name; else as it is.
-        default: Why a value is assumed that the configuration leaves to the framework.
-        defaults: The framework's values of settings that the configuration does not state.
-        names: Settings of the row that is read.
-        folder: Of the configuration.
-        stated: How the configuration writes a setting's value, by name; else as it is.
-    """
+    """The settings of a configuration while a reader maps them to the keys of a job."""
 
     draft: Draft
-    values: Mapping[str, Any]
-    shown: Mapping[str, str] = field(default_factory=dict)
-    default: str = "default"
-    defaults: Mapping[str, Any] | None = None
-    names: tuple[str, ...] = ()
-    folder: Path = Path()
-    stated: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any]  # by name; nested tables have names with dots
+    shown: Mapping[str, str] = field(default_factory=dict)  # how a setting is written, by name; else as it is
+    default: str = "default"  # why a value is assumed that the configuration leaves to the framework
+    defaults: Mapping[str, Any] | None = None  # the framework's values of settings that are not stated
+    names: tuple[str, ...] = ()  # of the row that is read
+    folder: Path = Path()  # of the configuration
+    stated: Mapping[str, Any] = field(default_factory=dict)  # how a setting's value is written; else as it is
 
     def __post_init__(self) -> None:
         self.get, self.degree, self.ignore = self.draft.get, self.draft.degree, self.draft.ignore

@@ -22,28 +22,19 @@ from stepsight.dataset.configs.megatron import write_megatron
 from stepsight.dataset.job.job import Job, JobLike
 from stepsight.dataset.job.specs import SECTIONS
 
-Reader = Callable[[ConfigFile, Draft], None]
-Writer = Callable[[Job], ConfigText]
-
 
 @dataclass(frozen=True, slots=True)
 class ConfigFormat:
     """A format of configurations; a user adds one with ``CONFIG_FORMATS.register``.
 
-    Attributes:
-        fits: Whether a file has the format.  Formats of users are asked before those of the package.
-        read: Reads a file into a draft of a job; None: the format is only written.
-        write: Makes the text of a configuration from a job; None: the format is only read.
-        families: Of models that are written; empty: all but ``dlrm``.
-
     Raises:
         JobError: On construction, if a function does not take these arguments.
     """
 
-    fits: Callable[[ConfigFile], bool] | None = None
-    read: Reader | None = None
-    write: Writer | None = None
-    families: tuple[str, ...] = ()
+    fits: Callable[[ConfigFile], bool] | None = None  # formats of users are asked before those of the package
+    read: Callable[[ConfigFile, Draft], None] | None = None  # None: the format is only written
+    write: Callable[[Job], ConfigText] | None = None  # None: the format is only read
+    families: tuple[str, ...] = ()  # of models that are written; empty: all but dlrm
 
     def __post_init__(self) -> None:
         for name, arguments in {"fits": ("file",), "read": ("file", "draft"), "write": ("job",)}.items():

@@ -36,15 +36,8 @@ class ConfigText:
 class JobView:
     """Values of a job by key (``model.layers``), and the settings of a configuration that a writer makes of them.
 
-    Keys whose values the writer takes count as expressed; the others are listed.
-
-    Args:
-        job: The job.
-
-    Attributes:
-        job: The job.
-        settings: By name; names of nested tables have dots.
-        kind: Of the configuration, for the ``needs`` of rows.
+    Keys whose values the writer takes count as expressed; the others are listed.  Names of nested tables have dots;
+    ``kind`` is that of the configuration, for the ``needs`` of rows.
     """
 
     def __init__(self, job: Job, kind: str = "") -> None:

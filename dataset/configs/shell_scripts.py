@@ -56,22 +56,15 @@ def read_script(text: str, defined: dict[str, str] | None = None, folder: Path |
 
 
 class ShellScript:
-    """What a script would run: statements are passed, those of a loop several times, and followed if they would run.
-
-    Attributes:
-        variables: As they are at its end.
-        commands: Words of every command, in their order.
-        places: Of each command in the text; (0, 0): elsewhere.
-        documents: Texts of here-documents.
-        undecided: Conditions that need files or programs; they count as false.
-        unread: Commands that may set variables, and are not followed.
-        batch_options: Words of its #SBATCH lines.
-    """
+    """What a script would run: statements are passed, those of a loop several times, and followed if they would run."""
 
     def __init__(self, variables: Variables, folder: Path | None) -> None:
         self.variables, self._folder = variables, folder
-        self.commands, self.places = list[list[str]](), list[tuple[int, int]]()
-        self.documents, self.undecided, self.unread, self.batch_options = (list[str]() for _ in range(4))
+        self.commands, self.places = list[list[str]](), list[tuple[int, int]]()  # in the text; (0, 0): elsewhere
+        self.documents = list[str]()  # texts of here-documents
+        self.undecided = list[str]()  # conditions that need files or programs; they count as false
+        self.unread = list[str]()  # commands that may set variables, and are not followed
+        self.batch_options = list[str]()  # words of the #SBATCH lines
         self._scan = Scanner("", 0)  # of what is followed
         self._functions: dict[str, tuple[str, int]] = {}  # their texts, and where those begin
         self._locals = list[dict[str, str | list[str] | None]]()  # of each function that runs: values outside of it

@@ -40,18 +40,12 @@ _ACTIONS: dict[type[ast.AST], Callable[..., Any]] = {
 
 
 class Variables:
-    """Variables of a script while it is read; those that the user defined keep their values.
-
-    Attributes:
-        values: By name; a list is an array.
-        unset: Names that the script uses and does not set, in the order of their first use.
-        integers: Names that ``declare -i`` made numbers.
-    """
+    """Variables of a script while it is read; those that the user defined keep their values."""
 
     def __init__(self, defined: dict[str, str]) -> None:
-        self.values: dict[str, str | list[str]] = dict(defined)
-        self.unset: dict[str, None] = {}
-        self.integers: set[str] = set()
+        self.values: dict[str, str | list[str]] = dict(defined)  # a list is an array
+        self.unset: dict[str, None] = {}  # that the script uses and does not set, in the order of their first use
+        self.integers: set[str] = set()  # that ``declare -i`` made numbers
         self._defined, self._lost = frozenset(defined), set[str]()
         self._unknown: dict[str, str] = {}  # the character that stands for it, by reason
 
@@ -245,17 +239,11 @@ class Array(str):
 
 
 class Scanner:
-    """Reads a text, statement by statement.
-
-    Attributes:
-        text: All of it.
-        at: Where the next statement begins.
-        offset: Where the text begins in the script; -1: it stands elsewhere.
-        place: Of the last statement's words in the script; (0, 0): elsewhere.
-    """
+    """Reads a text, statement by statement; it begins at ``offset`` in the script, at -1 if it stands elsewhere."""
 
     def __init__(self, text: str, offset: int) -> None:
-        self.text, self.offset, self.at, self.place = text, offset, 0, (0, 0)
+        self.text, self.offset = text, offset
+        self.at, self.place = 0, (0, 0)  # of the next statement; of the last one's words in the script, if it is there
         self._after = dict[int, int]()  # by the end of a line: the end of its here-documents
 
     @property

@@ -30,128 +30,84 @@ CORE_DTYPE: Mapping[str, str] = MappingProxyType(
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class KernelSemantics:
-    """How one pass through a block of the model runs.
+    """How one pass through a block of the model runs."""
 
-    Attributes:
-        main_dtype: Of what training keeps most exactly: main parameters, moments, sums of gradients, loss, statistics.
-        separate_kernels: Whether norms, rotary positions, gated activations and the loss are one kernel for each of
-            their operations, rather than one each.
-        norms_again: Whether norms work on copies in ``main_dtype`` and run again in backward.
-        token_metrics: Whether accuracy and perplexity of every token are computed from the logits.
-        joins_heads: Whether unfused attention copies what the heads found to where each token has all of them, rather
-            than write it there.
-        keeps_gathered_input: Whether a column-parallel linear keeps its input as it was gathered, rather than the
-            rank's own part, which it gathers again.
-        whole_layers_again: Whether full recomputation repeats all of a layer, rather than stop after the last step that
-            keeps something.  FSDP always stops.
-        last_product_again: Whether full recomputation repeats a product that ends a layer.  PyTorch's non-reentrant
-            checkpoint stops when the last tensor is kept, and a product keeps its inputs before it runs.
-        keeps_projections: Whether full recomputation keeps what the products around attention return, and repeats
-            nothing else that backward does not need: policies such as ``save_qkv_proj`` of recipes for XLA, which
-            drops dead code.
-        accumulation: How gradients of several micro-batches are summed: ``autograd`` (one ``add`` for each parameter
-            tensor), ``product`` (within the product that computes them, at no cost), ``buffer`` (the product or a
-            kernel of its own adds to a buffer), ``read`` (the product reads a buffer of the type that it writes), or
-            ``cast`` (one kernel casts, another one adds).
-        casts_parameters: Whether parameters and logits of another type are cast where they are used, and their
-            gradients back, as autocast does; FSDP casts its shards before it gathers them.
-        fp8_dynamic: Whether operands in 8 bits are scaled by what they hold, where they are used.
-        fp8_gathers: Whether tensor-parallel ranks gather these operands in 8 bits.
-        casts_by_group: Whether the operands of grouped products are cast by a kernel for each group.
-    """
-
-    main_dtype: str = "fp32"
-    separate_kernels: bool = False
-    norms_again: bool = False
-    token_metrics: bool = False
-    joins_heads: bool = True
+    main_dtype: str = "fp32"  # of what training keeps most exactly: main parameters, moments, sums of gradients, loss
+    separate_kernels: bool = False  # norms, rotary positions, gated activations, loss: one for each of their operations
+    norms_again: bool = False  # norms work on copies in main_dtype and run again in backward
+    token_metrics: bool = False  # accuracy and perplexity of every token are computed from the logits
+    joins_heads: bool = True  # unfused attention copies what the heads found to where each token has all of them
+    # Whether a column-parallel linear keeps its input as it was gathered, rather than the rank's own part, which it
+    # gathers again.
     keeps_gathered_input: bool = False
+    # Whether full recomputation repeats all of a layer, rather than stop after the last step that keeps something.
+    # FSDP always stops.
     whole_layers_again: bool = True
+    # Whether full recomputation repeats a product that ends a layer.  PyTorch's non-reentrant checkpoint stops when the
+    # last tensor is kept, and a product keeps its inputs before it runs.
     last_product_again: bool = True
+    # Whether full recomputation keeps what the products around attention return, and repeats nothing else that backward
+    # does not need: policies such as save_qkv_proj of recipes for XLA, which drops dead code.
     keeps_projections: bool = False
+    # How gradients of several micro-batches are summed: autograd (one add for each parameter tensor), product (within
+    # the product that computes them, at no cost), buffer (the product or a kernel of its own adds to a buffer), read
+    # (the product reads a buffer of the type that it writes), or cast (one kernel casts, another one adds).
     accumulation: str = "product"
+    # Whether parameters and logits of another type are cast where they are used, and their gradients back, as autocast
+    # does; FSDP casts its shards before it gathers them.
     casts_parameters: bool = False
-    fp8_dynamic: bool = False
-    fp8_gathers: bool = True
-    casts_by_group: bool = False
+    fp8_dynamic: bool = False  # operands in 8 bits are scaled by what they hold, where they are used
+    fp8_gathers: bool = True  # tensor-parallel ranks gather these operands in 8 bits
+    casts_by_group: bool = False  # the operands of grouped products are cast by a kernel for each group
 
 
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class StateSemantics:
-    """Owners and types of parameters and gradients.
+    """Owners and types of parameters and gradients."""
 
-    Attributes:
-        main_copy: Whether the optimizer steps main parameters of its own and casts the result, where the model's are of
-            another type; False: the model's parameters are the main ones.
-        gradient_dtype: Of gradients that replicas exchange.
-        gradient_buffers: Whether there is a place for all gradients from the beginning, rather than that each comes
-            into being in the first backward.
-        bucket_copies: Whether gradients are copied into buckets, and, where they are reduced after backward, divided
-            and copied back (DDP).
-        scales_loss: Whether gradients are divided by a scale and searched for overflows before the step.
-        main_gradients: Whether the optimizer makes copies of gradients in ``main_dtype`` for its step.
-        scatters_sums: ZeRO 1: whether a rank is sent the sums of its own share alone, rather than all sums.
-        narrow_parameters: Whether the model's parameters exist in the type of products alone (``fp8_parameters``).
-    """
-
+    # Whether the optimizer steps main parameters of its own and casts the result, where the model's are of another
+    # type; False: the model's parameters are the main ones.
     main_copy: bool = True
-    gradient_dtype: str = "fp32"
-    gradient_buffers: bool = True
-    bucket_copies: bool = False
-    scales_loss: bool = False
-    main_gradients: bool = False
-    scatters_sums: bool = True
-    narrow_parameters: bool = False
+    gradient_dtype: str = "fp32"  # of gradients that replicas exchange
+    gradient_buffers: bool = True  # all gradients have a place from the beginning; else each is made in backward
+    bucket_copies: bool = False  # gradients are copied into buckets; if reduced after backward, back too (DDP)
+    scales_loss: bool = False  # gradients are divided by a scale and searched for overflows before the step
+    main_gradients: bool = False  # the optimizer makes copies of gradients in main_dtype for its step
+    scatters_sums: bool = True  # ZeRO 1: a rank is sent the sums of its own share alone, rather than all sums
+    narrow_parameters: bool = False  # the model's parameters exist in the type of products alone (fp8_parameters)
 
 
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class OverlapSemantics:
-    """Which ops overlap, and which wait for each other.
+    """Which ops overlap, and which wait for each other."""
 
-    Attributes:
-        tensor_parallel, parameters, prefetch, reshard: As ``overlap_tp``, ``overlap_param_gather``, ``prefetch`` and
-            ``reshard_after_forward`` of ``ParallelSpec``.
-        gradients: Whether gradients travel while backward runs.
-        bucket_bytes: A gradient bucket is sent when it holds at least this much.
-        runtime: One of ``RUNTIMES``: who passes messages between stages, and how these wait.
-        reads_norm: Whether the host reads the norm of all gradients: it then launches the step when the norm is there,
-            and no stage steps before all have it.
-        gathers_lists: FSDP: whether each tensor is gathered into a list of the ranks' parts, which the host cuts and
-            copies one by one while the device waits; full recomputation then gathers for itself, and backward again.
-        by_rank: As ``zero_by_rank`` of ``ParallelSpec``.
-    """
-
-    tensor_parallel: str = ""
-    gradients: bool = True
-    parameters: bool = False
+    tensor_parallel: str = ""  # as overlap_tp of ParallelSpec
+    gradients: bool = True  # gradients travel while backward runs
+    parameters: bool = False  # as overlap_param_gather
     prefetch: int = 1
-    reshard: bool = True
-    bucket_bytes: float = 25.0 * 2**20
-    runtime: str = "asynchronous"
+    reshard: bool = True  # as reshard_after_forward
+    bucket_bytes: float = 25.0 * 2**20  # a gradient bucket is sent when it holds at least this much
+    runtime: str = "asynchronous"  # one of RUNTIMES: who passes messages between stages, and how these wait
+    # Whether the host reads the norm of all gradients: it then launches the step when the norm is there, and no stage
+    # steps before all have it.
     reads_norm: bool = False
+    # FSDP: whether each tensor is gathered into a list of the ranks' parts, which the host cuts and copies one by one
+    # while the device waits; full recomputation then gathers for itself, and backward again.
     gathers_lists: bool = False
-    by_rank: bool = False
+    by_rank: bool = False  # as zero_by_rank
 
 
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class ExecutionSemantics:
-    """Complete semantics of an execution engine.
+    """Complete semantics of an execution engine."""
 
-    Attributes:
-        kernels: In forward and backward.
-        states: Of parameters, gradients and the optimizer.
-        overlap: Of communication and launches.
-        optimizer: ``fused`` (one kernel), ``foreach`` (one for each operation over all tensors) or ``host`` (step and
-            states are on the host).
-    """
-
-    kernels: KernelSemantics = KernelSemantics()
-    states: StateSemantics = StateSemantics()
-    overlap: OverlapSemantics = OverlapSemantics()
-    optimizer: str = "fused"
+    kernels: KernelSemantics = KernelSemantics()  # in forward and backward
+    states: StateSemantics = StateSemantics()  # of parameters, gradients and the optimizer
+    overlap: OverlapSemantics = OverlapSemantics()  # of communication and launches
+    optimizer: str = "fused"  # one kernel; foreach: one for each operation over all tensors; host: there, with states
 
 
 ENGINE_SEMANTICS: Mapping[str, ExecutionSemantics] = MappingProxyType(

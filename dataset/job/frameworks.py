@@ -33,38 +33,17 @@ _OWN_CHOICES: dict[str, Collection[Any]] = {
 class Framework:
     """Defaults of one framework.
 
-    Attributes:
-        name: Key in the presets.
-        words: Parts of a name by which runs call it, lower case.
-        until: The month from which the software did otherwise, as ``2021-11``.  A run is taken for this profile only if
-            it states an earlier date: a year, or a year and a month.  Empty: the profile needs no date.
-        source: Where this is known from, with a date.
-        engine: As in ``ExecutionSpec``: whose kernels, autograd and optimizer these are; empty: not known, so that the
-            default of the precision is taken.
-        attention: One of ``ATTENTION``: three ops with a score matrix, or a generation of fused kernels (``flash-3``:
-            cuDNN's too).
-        fused_optimizer: As ``fused`` of ``OptimizerSpec``.
-        vocab_multiple: Tables of the vocabulary are padded to a multiple of this times the tensor-parallel degree.
-        interleaves: Whether its usual recipes give each pipeline stage several chunks of the model, so that a run that
-            says nothing of virtual stages may have them or not.
-        stage_micro_batches: Whether a replica's batch is cut into as many micro-batches as there are pipeline ranks,
-            and interleaved schedules have two chunks a rank, where a run does not say.
-        sequence_parallel: Whether norms are shared out wherever tensor parallelism is on and a run does not say.
-        recompute: What it does where a run does not say; empty: unknown.
-        selective: What its selective recomputation comes closest to: one of ``SELECTIVE``.
-        gradients: As ``gradient_dtype`` of ``ParallelSpec``, never empty.
-        p2p: Whether tensor-parallel ranks pass the ``full`` activation on to the next stage, or each a
-            ``scattered`` part that is gathered there.
-        mean_tokens: Tokens of a sequence of ``bert`` that are computed on average, where padding is left out and the
-            sequences are not shorter than this; 0: all.
-
-    Other fields mean what a job's tables mean by them; see ``_AS_THEY_ARE``.
+    Fields without a comment mean what a job's tables mean by them; see ``_AS_THEY_ARE``.
     """
 
-    name: str
-    words: tuple[str, ...] = ()
+    name: str  # key in the presets
+    words: tuple[str, ...] = ()  # parts of a name by which runs call it, lower case
+    # The month from which the software did otherwise, as 2021-11.  A run is taken for this profile only if it states an
+    # earlier date: a year, or a year and a month.  Empty: the profile needs no date.
     until: str = ""
-    source: str = ""
+    source: str = ""  # where this is known from, with a date
+    # Whose kernels, autograd and optimizer these are, as in ExecutionSpec; empty: not known, so that the default of the
+    # precision is taken.
     engine: str = ""
     checkpoint: str = ""
     overlap_grad_reduce: bool = True
@@ -72,22 +51,26 @@ class Framework:
     bucket_mbytes: float = 25.0
     prefetch: int = 1
     reshard_after_forward: bool = True
-    attention: str = "flash-2"
+    attention: str = "flash-2"  # one of ATTENTION: three ops with a score matrix, or a generation of fused kernels
     dropout: float = 0.0
-    fused_optimizer: bool = True
+    fused_optimizer: bool = True  # as fused of OptimizerSpec
     clip_grad_norm: bool = True
-    vocab_multiple: int = 1
+    vocab_multiple: int = 1  # the vocabulary is padded to a multiple of this times the tensor-parallel degree
+    # Whether its usual recipes give each pipeline stage several chunks of the model, so that a run that says nothing of
+    # virtual stages may have them or not.
     interleaves: bool = False
+    # Whether a replica's batch is cut into as many micro-batches as there are pipeline ranks, and interleaved schedules
+    # have two chunks a rank, where a run does not say.
     stage_micro_batches: bool = False
-    sequence_parallel: bool = False
-    recompute: str = ""
+    sequence_parallel: bool = False  # norms are shared out with tensor parallelism where a run does not say
+    recompute: str = ""  # what it does where a run does not say; empty: unknown
     recompute_modules: tuple[str, ...] = ()
-    selective: str = "attention"
-    gradients: str = "model"
+    selective: str = "attention"  # what its selective recomputation comes closest to: one of SELECTIVE
+    gradients: str = "model"  # as gradient_dtype of ParallelSpec, never empty
     reduce_scatter: bool = True
     zero_by_rank: bool = False
     runtime: str = ""
-    p2p: str = "full"
+    p2p: str = "full"  # the activation that a rank passes to the next stage; scattered: a part, which is gathered there
     overlap_tp: str = ""
     overlap_ep: bool = False
     dispatcher: str = "alltoall"
@@ -102,7 +85,7 @@ class Framework:
     fused_loss: bool = False
     fused_experts: bool = False
     loss_share: float = 1.0
-    mean_tokens: int = 0
+    mean_tokens: int = 0  # tokens of a sequence of bert that are computed on average, if it is not shorter; 0: all
     hierarchical: bool = False
     partial_rows: bool = True
 

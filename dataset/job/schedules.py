@@ -34,21 +34,14 @@ FUSED = 0x80  # this action and the next one are one of torch's OVERLAP_F_B
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """What every stage does, in order.
+    """What every stage does, in order."""
 
-    Attributes:
-        actions: Per stage an int32 array of shape ``(num_actions, 3)``: kind, micro-batch, chunk.
-        num_micro_batches: Of one iteration.
-        placement: Shape ``(num_parts, 2)``: stage and chunk of every part of the model, in model order.
-        name: For people, and for runtimes that run some schedules in their own way.
-        fused: Per stage, shape ``(num_actions,)``: whether an action and the next one run as one (DualPipe's
-            overlapped forward and backward); empty if nowhere.
-    """
-
-    actions: tuple[Actions, ...]
-    num_micro_batches: int
-    placement: Ints
-    name: str = ""
+    actions: tuple[Actions, ...]  # per stage an int32 array of shape (num_actions, 3): kind, micro-batch, chunk
+    num_micro_batches: int  # of one iteration
+    placement: Ints  # shape (num_parts, 2): stage and chunk of every part of the model, in model order
+    name: str = ""  # for people, and for runtimes that run some schedules in their own way
+    # Per stage, shape (num_actions,): whether an action and the next one run as one (DualPipe's overlapped forward and
+    # backward); empty if nowhere.
     fused: tuple[NDArray[np.bool_], ...] = ()
 
     @property
@@ -80,26 +73,21 @@ _SIZES = ("num_stages", "num_micro_batches", "virtual_stages")
 class ScheduleKind:
     """A kind of schedule that jobs name: everything that the rest of the package knows about it.
 
-    Attributes:
-        make: Takes the number of stages (two or more), of micro-batches and of virtual stages, and returns the
-            schedule.  It raises ``JobError`` for numbers that it does not allow.
-        virtual_stages: The fewest and the most virtual stages that it allows.
-        doc: One line for people; empty: the first line of the docstring of ``make``.
+    ``make`` takes the number of stages (two or more), of micro-batches and of virtual stages, and returns the schedule.
+    It raises ``JobError`` for numbers that it does not allow.
     """
 
     make: Callable[[int, int, int], Schedule]
-    virtual_stages: tuple[int, int] = (1, 1)
-    doc: str = ""
+    virtual_stages: tuple[int, int] = (1, 1)  # the fewest and the most that it allows
+    doc: str = ""  # one line for people; empty: the first line of the docstring of make
 
     def __post_init__(self) -> None:
         check_takes("a schedule's make", self.make, _SIZES, JobError)
         pair = self.virtual_stages
         two = isinstance(pair, tuple) and len(pair) == 2 and all(type(number) is int for number in pair)
         if not two or not 1 <= pair[0] <= pair[1] <= MOST_VIRTUAL_STAGES:
-            raise JobError(
-                "a schedule's virtual_stages must be (fewest, most) with "
-                f"1 <= fewest <= most <= {MOST_VIRTUAL_STAGES}, got {self.virtual_stages}"
-            )
+            rule = f"(fewest, most) with 1 <= fewest <= most <= {MOST_VIRTUAL_STAGES}"
+            raise JobError(f"a schedule's virtual_stages must be {rule}, got {pair}")
         if not self.doc:
             object.__setattr__(self, "doc", (self.make.__doc__ or "").strip().partition("\n")[0])
 
@@ -119,19 +107,17 @@ class ScheduleKind:
             raise JobError(f"schedule {name} has virtual_stages {self.allowed}, got {virtual_stages}")
         try:
             made = self.make(num_stages, num_micro_batches, virtual_stages)
-        except JobError:
-            raise
         except Exception as error:  # a user's own function may raise anything
+            if isinstance(error, JobError):
+                raise
             raise JobError(f"schedule {name} cannot be made: {type(error).__name__}: {error}") from error
         if not isinstance(made, Schedule):
             raise JobError(f"schedule {name} must be made as a Schedule, got {made!r:.80}")
         _check_arrays(name, made)
-        got = (made.num_stages, made.num_micro_batches, made.virtual_stages)
-        if got != (num_stages, num_micro_batches, virtual_stages):
-            raise JobError(
-                f"schedule {name} must have the stages, micro-batches and virtual stages that were asked for, "
-                f"{(num_stages, num_micro_batches, virtual_stages)}, got {got}"
-            )
+        asked, got = (num_stages, num_micro_batches, virtual_stages), tuple(getattr(made, size) for size in _SIZES)
+        if got != asked:
+            told = "the stages, micro-batches and virtual stages that were asked for"
+            raise JobError(f"schedule {name} must have {told}, {asked}, got {got}")
         return made if made.name == name else replace(made, name=name)
 
 
@@ -179,12 +165,8 @@ def number_actions(kind: Ints, chunk: Ints, lengths: Sequence[int]) -> tuple[Int
     On every stage and chunk forwards run the micro-batches in their order, and so do backwards, whole or split; the
     n-th weight gradient belongs to the n-th split input gradient.
 
-    Args:
-        kind, chunk: Of all actions, stage after stage, shape ``(n,)``.
-        lengths: Actions of each stage.
-
-    Returns:
-        Per stage the rows ``(kind, micro_batch, chunk)``.
+    Kind and chunk are those of all actions, stage after stage, shape ``(n,)``; ``lengths`` are actions of each stage.
+    Returns per stage the rows ``(kind, micro_batch, chunk)``.
     """
     stage = np.repeat(np.arange(len(lengths)), lengths)
     group = (stage * (int(chunk.max()) + 1) + chunk) * 3 + np.array([0, 1, 1, 2])[kind]
@@ -217,15 +199,6 @@ def spell(words: Sequence[bytes]) -> tuple[Ints, Ints, NDArray[np.bool_]]:
     return kind, ((code & ~np.uint8(FUSED)) >> CHUNK_SHIFT).astype(np.int32), code >= FUSED
 
 
-def alternate(num_micro_batches: int, virtual_stages: int, name: str) -> Schedule:
-    """A single stage: every micro-batch forward and backward in turn."""
-    chunks = np.arange(virtual_stages, dtype=np.int32)
-    kind, _, _ = spell([(F * virtual_stages + B * virtual_stages) * num_micro_batches])
-    chunk = np.tile(np.concatenate([chunks, chunks[::-1]]), num_micro_batches)
-    actions = number_actions(kind, chunk, [len(kind)])
-    return Schedule(actions, num_micro_batches, loop_placement(1, virtual_stages), name)
-
-
 def gpipe(num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
     """Every forward, then every backward (Huang et al. 2019, arXiv:1811.06965), in the order of micro-batches."""
     return _looped([F * num_micro_batches + B * num_micro_batches] * num_stages, num_micro_batches, 1, 1, "gpipe")
@@ -239,8 +212,7 @@ def one_f_one_b(num_stages: int, num_micro_batches: int, virtual_stages: int = 1
     total = num_micro_batches * virtual_stages
     in_round = _round(num_stages, num_micro_batches, virtual_stages, "1f1b")
     words = []
-    for stage in range(num_stages):
-        ahead = num_stages - stage - 1
+    for ahead in reversed(range(num_stages)):
         warm_up = min(ahead if virtual_stages == 1 else 2 * ahead + (virtual_stages - 1) * in_round, total)
         words.append(F * warm_up + (F + B) * (total - warm_up) + B * warm_up)
     return _looped(words, num_micro_batches, virtual_stages, in_round, "1f1b")
@@ -353,14 +325,9 @@ def dualpipev(num_stages: int, num_micro_batches: int, virtual_stages: int = 2) 
         delayed = (turn + I0 * below).translate(AS_WEIGHT, delete=B0 + B1)
         ending = turn + b"".join(delayed[at : at + 1] + I0 for at in range(below))
         words.append(
-            F0 * (2 * below)
-            + (F0 + F1) * (stage + 1)
-            + (I1 + W1 + F1) * below
-            + main
-            + (B1 + FORWARD_WITH[1]) * below
-            + ending
-            + delayed[below:]
-        )
+            F0 * (2 * below) + (F0 + F1) * (stage + 1) + (I1 + W1 + F1) * below
+            + main + (B1 + FORWARD_WITH[1]) * below + ending + delayed[below:]
+        )  # fmt: skip
     return _vee(words, num_micro_batches, "dualpipev")
 
 
@@ -400,7 +367,9 @@ def find_schedule(name: str, num_stages: int, num_micro_batches: int, virtual_st
     Raises:
         JobError: If there is none of that name, or it does not allow these numbers.
     """
-    kind = SCHEDULES[name]
-    if num_stages == 1:
-        return alternate(num_micro_batches, virtual_stages, name)
-    return kind.build(name, num_stages, num_micro_batches, virtual_stages)
+    kind, chunks = SCHEDULES[name], np.arange(virtual_stages, dtype=np.int32)
+    if num_stages > 1:
+        return kind.build(name, num_stages, num_micro_batches, virtual_stages)
+    kinds, _, _ = spell([(F * virtual_stages + B * virtual_stages) * num_micro_batches])
+    actions = number_actions(kinds, np.tile(np.concatenate([chunks, chunks[::-1]]), num_micro_batches), [len(kinds)])
+    return Schedule(actions, num_micro_batches, loop_placement(1, virtual_stages), name)

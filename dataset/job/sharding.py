@@ -88,82 +88,51 @@ class ShardingSpec:
 
 
 class Lookup(NamedTuple):
-    """Lookups of one rank in tables of one type, width and location, which are one call.
+    """Lookups of one rank in tables of one type, width and location, which are one call."""
 
-    Attributes:
-        dtype, dim: Of the rows.
-        location: As in ``TablePlacement``.
-        indices, bags: Rows that are summed, and sums.
-        distinct, missed: Different rows among them, and those that the device does not have.
-        state: Elements of the optimizer's state of a row.
-        tables: How many.
-    """
-
-    dtype: str
+    dtype: str  # of the rows
     dim: int
-    location: str
-    indices: int
-    bags: int
-    distinct: int
-    missed: int
-    state: int
-    tables: int
+    location: str  # as in TablePlacement
+    indices: int  # rows that are summed
+    bags: int  # sums
+    distinct: int  # different rows among them
+    missed: int  # those of them that the device does not have
+    state: int  # elements of the optimizer's state of a row
+    tables: int  # how many
 
 
 @hashed_once
 @dataclass(frozen=True)
 class RankTables:
-    """What the slowest rank does for the tables, for all ranks, in a step.
+    """What the slowest rank does for the tables, for all ranks, in a step."""
 
-    Attributes:
-        lookups: In its shards, for the samples of all ranks.
-        replicated: In replicated tables, for its own samples.
-        replicated_rows: Elements of each replicated table.
-        index_bytes: Largest number that a rank sends or receives.
-        pooled: Elements of sums: the same.
-        in_node: Elements of sums that ranks of a node add up first.
-        parameter_bytes, state_bytes: Of the fullest rank's device.
-        mean_share: Mean over ranks of the lookups' bytes, of the slowest rank's.
-        pipelined, hierarchical: As in ``ShardingSpec``.
-        num_ranks, per_node: Ranks that exchange.
-    """
-
-    lookups: tuple[Lookup, ...]
-    replicated: tuple[Lookup, ...]
-    replicated_rows: tuple[int, ...]
-    index_bytes: int
-    pooled: int
-    in_node: int
-    parameter_bytes: float
+    lookups: tuple[Lookup, ...]  # in its shards, for the samples of all ranks
+    replicated: tuple[Lookup, ...]  # in replicated tables, for its own samples
+    replicated_rows: tuple[int, ...]  # elements of each replicated table
+    index_bytes: int  # largest number that a rank sends or receives
+    pooled: int  # elements of sums: the same
+    in_node: int  # elements of sums that ranks of a node add up first
+    parameter_bytes: float  # of the fullest rank's device
     state_bytes: float
-    mean_share: float
-    pipelined: bool
+    mean_share: float  # mean over ranks of the lookups' bytes, of the slowest rank's
+    pipelined: bool  # as in ShardingSpec
     hierarchical: bool
-    num_ranks: int
+    num_ranks: int  # that exchange
     per_node: int
 
 
 class Ranks(NamedTuple):
-    """Ranks that share tables.
-
-    Attributes:
-        num, per_node: How many, and of a node.
-        samples: Of each.
-        memory_s, near_s, far_s: Seconds of a byte in a device's memory, between devices of a node, and between nodes.
-        sum_bytes: Of an element of the sums that are exchanged.
-        memory_bytes: Of a device; 0: unknown.
-        duplex: Whether it sends while it receives, as links of GPUs do; a core of a CPU copies one after the other.
-    """
+    """Ranks that share tables."""
 
     num: int
     per_node: int
-    samples: int
-    memory_s: float = 5e-13
-    near_s: float = 5e-12
-    far_s: float = 4e-11
-    sum_bytes: int = 4
-    memory_bytes: float = 0.0
-    duplex: bool = True
+    samples: int  # of each
+    memory_s: float = 5e-13  # seconds of a byte in a device's memory
+    near_s: float = 5e-12  # between devices of a node
+    far_s: float = 4e-11  # between nodes
+    sum_bytes: int = 4  # of an element of the sums that are exchanged
+    memory_bytes: float = 0.0  # of a device; 0: unknown
+    duplex: bool = True  # it sends while it receives, as links of GPUs do; a core of a CPU copies one after the other
 
 
 @cached(4096)
