@@ -21,7 +21,7 @@ from stepsight.dataset.job.job import Job
 _STRATEGIES: Mapping[str, list[Any]] = facts()["fsdp"]["strategies"]
 _NUMBERS = dict(zip("12345", _STRATEGIES, strict=True))
 DEEPSPEED_MARKS: tuple[str, ...] = tuple(facts()["deepspeed"]["marks"])
-_STAGE, _ZERO = "parallel.zero_stage", "zero_optimization."
+_STAGE = "parallel.zero_stage"
 _TRAINING_SECTIONS = ("parallel.", "batch.", "cluster.", "optimizer.", "execution.")  # of a job beside the model's
 
 
@@ -172,33 +172,3 @@ def _read_halves(reading: Reading) -> None:
         reading.map("batch.precision", precision, name)
     if not names and "fp16.enabled" in reading.names and reading.find(*reading.names):  # DeepSpeed has no other one
         reading.map("batch.precision", "fp32")
-
-
-def _write_halves(view: JobView) -> None:
-    precision = view["batch.precision"]
-    view.put(bf16={"enabled": precision in ("bf16", "fp8")}, fp16={"enabled": precision == "fp16"})
-    view.refuse("batch.precision", precision not in ("bf16", "fp16", "fp32"))
-    view.put(gradient_accumulation_steps=view.job.num_micro_batches)
-
-
-def _write_gradients(view: JobView) -> None:
-    kind, precision = view["parallel.gradient_dtype"], view.job.batch.precision
-    own = "bf16" if precision == "fp8" else view.job.batch.dtype
-    known = {"model": own, "model-fused": own, "fp32": "fp32"}
-    view.put("data_types.", **({"grad_accum_dtype": known[kind]} if kind in known else {}))
-    view.refuse("parallel.gradient_dtype", kind and kind not in known)
-
-
-def _read_zero(reading: Reading) -> None:
-    stage, overlap = reading.number(f"{_ZERO}stage"), reading.flag(f"{_ZERO}overlap_comm")
-    reading.map(_STAGE, stage or 0, f"{_ZERO}stage")
-    reading.map("parallel.overlap_grad_reduce", stage == 3 if overlap is None else overlap, f"{_ZERO}overlap_comm")
-    if bucket := reading.positive(f"{_ZERO}reduce_bucket_size"):
-        size = bucket * (4 if reading.get("batch.precision") == "fp32" else 2) / 2**20
-        reading.map("parallel.bucket_mbytes", float(f"{size:.6g}"))
-
-
-def _write_zero(view: JobView) -> None:
-    size = 4 if view.job.batch.precision == "fp32" else 2
-    view.put(_ZERO, stage=view[_STAGE], overlap_comm=view["parallel.overlap_grad_reduce"])
-    view.put(_ZERO, reduce_bucket_size=round(view["parallel.bucket_mbytes"] * 2**20 / size))

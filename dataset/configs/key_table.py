@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib import resources
+from math import isclose
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError, shorten
@@ -156,6 +157,14 @@ OTHER = ...  # in a row's values: any other value of the setting
 Convert = Callable[[Any], Any]
 CLIP = (lambda norm: norm > 0, lambda clips: 1.0 if clips else 0.0)  # largest norm of gradients; 0: any
 SEVERAL = (lambda number: int(number) if number > 1 else None, lambda number: number)  # a degree; 1 states nothing
+OF_2_BYTES, OF_4_BYTES = (  # elements of a bucket, whose key has megabytes
+    (
+        lambda elements, size=size: float(f"{elements * size / 2**20:.6g}"),
+        lambda mb, size=size: round(mb * 2**20 / size),
+    )
+    for size in (2, 4)
+)
+_CONVERSIONS = {"CLIP": CLIP, "SEVERAL": SEVERAL, "OF_2_BYTES": OF_2_BYTES, "OF_4_BYTES": OF_4_BYTES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +205,7 @@ def rows_of(framework: str, functions: Mapping[str, Any], group: str = "rows") -
     Of values, ``"nothing"`` is None, ``*`` is any other value, and ``true`` and ``false`` are those of a flag.
     """
     text = resources.files("stepsight.dataset.configs").joinpath(f"{framework}.toml").read_text("utf-8")
-    known = {"CLIP": CLIP, "SEVERAL": SEVERAL, "_read_shared_experts": read_shared_experts, **functions}
+    known = {**_CONVERSIONS, "_read_shared_experts": read_shared_experts, **functions}
     return tuple(_row(known, **told) for told in tomllib.loads(text)[group])
 
 
@@ -267,7 +276,8 @@ def _written(row: Row, view: JobView) -> Any:
         return value
     if isinstance(row.values, tuple):
         written = row.values[1](value)
-        view.refuse(row.key, value != default and written is not None and row.values[0](written) != value)
+        back = value if written is None else row.values[0](written)
+        view.refuse(row.key, value not in (default, back) and not isclose(value, back or 0, rel_tol=0.01))
         return written
     pairs = reversed(list(row.values.items()))
     words = {default if meant is None else meant: word for word, meant in pairs if word is not OTHER}

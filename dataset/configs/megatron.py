@@ -78,9 +78,6 @@ def _write_gradients(view: JobView) -> None:
     view.put(accumulate_allreduce_grads_in_fp32=kind == "fp32", grad_reduce_in_bf16=kind == "model" and narrow)
     wide = kind == "model" and not narrow and precision != "fp16"
     view.refuse("parallel.gradient_dtype", precision != "fp32" and (kind == "fp32-cast" or wide))
-    if view.job.parallel.overlap_grad_reduce:  # otherwise there is one bucket
-        size = 2 if kind in ("model", "model-fused") and narrow else 4
-        view.put(ddp_bucket_size=round(view.job.parallel.bucket_mbytes * 2**20 / size))
 
 
 def _read_stages(reading: Reading) -> None:
@@ -221,7 +218,4 @@ def _write_offload(view: JobView) -> None:
         view.refuse("parallel.offload_layers", layers)
 
 
-_OF_2_BYTES, _OF_4_BYTES = (  # elements of a bucket
-    ((lambda elements, size=size: float(f"{elements * size / 2**20:.6g}")), abs) for size in (2, 4)
-)
 ROWS = (*rows_of("megatron", {}, "degrees"), *MODEL_ROWS, *rows_of("megatron", globals()))

@@ -210,12 +210,6 @@ def _read_precision(reading: Reading) -> None:
         reading.assume("batch.fp8_scaling", "dynamic", "torchao scales by what tensors hold")
     elif any(name.startswith(("mx", "quantize.linear.mx")) for name in names):
         reading.assume("batch.precision", "fp8", "MXFP8 is taken as fp8")
-    elif reading.word("training.dtype") == "bfloat16":
-        reading.map("batch.precision", "pure-bf16", "training.dtype")
-    elif reading.word("training.mixed_precision_param") == "float32":
-        reading.map("batch.precision", "fp32", "training.mixed_precision_param")
-    else:
-        reading.assume("batch.precision", "bf16", f"{reading.default}: mixed_precision_param bfloat16")
 
 
 def _read_recompute(reading: Reading) -> None:

@@ -81,7 +81,9 @@ def registry_settings(file: ConfigFile, draft: Draft) -> dict[str, Any]:
     values = {key: value for key, value in flat(config).items() if not key.rpartition(".")[2].startswith("_")}
     mode = _named(facts()["torchtitan_code"]["recompute"], config.get("activation_checkpoint"))
     values |= {"activation_checkpoint.mode": "".join(mode) or "none", "activation_checkpoint.selective_ac_option": "op"}
-    values["model.converters"] = _named(facts()["torchtitan_code"]["converters"], *(spec.get("converters") or []))
+    values["model.converters"] = (
+        _named(facts()["torchtitan_code"]["converters"], *(spec.get("converters") or [])) or None
+    )
     return values
 
 
