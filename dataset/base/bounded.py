@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from stepsight.dataset.base.errors import StepsightError
 
@@ -119,14 +119,28 @@ def read_unpacked(path: Path) -> bytes:
 
 def unpacked_blocks(path: Path, size: int) -> Iterator[bytes]:
     """Bytes of a plain file in blocks of at most ``size``, unpacked if it is gzip."""
+    (most, ratio), total, judged, taken = _limits(), 0, 0, 0
     with _opened(path) as file:
         packed = file.read(2) == _GZIP
         file.seek(0)
-        if packed:
-            yield from _inflated_parts(file, path, size)
-        else:
-            while part := file.read(size):
-                yield part
+        if not packed:
+            yield from iter(lambda: file.read(size), b"")
+            return
+        try:
+            with gzip.GzipFile(fileobj=file) as unpacked:
+                while part := unpacked.read(size):
+                    total += len(part)
+                    if total > most:
+                        raise ReadError(path, f"must unpack to at most {_size(most)}, got more: {_REMEDY}")
+                    if (stretch := total - judged) >= STRETCH:
+                        if stretch > ratio * max(file.tell() - taken, 1):
+                            raise ReadError(path, _too_dense(stretch, file.tell() - taken))
+                        judged, taken = total, file.tell()
+                    yield part
+        except ReadError:
+            raise
+        except (EOFError, OSError, zlib.error) as error:
+            raise ReadError(path, f"must be a whole gzip file, got {error}") from None
 
 
 def check_unpacked(num_bytes: int, packed_bytes: int, path: Path) -> None:
@@ -146,9 +160,9 @@ def read_parquet(path: Path) -> pa.Table:
 
     try:
         with _opened(path) as source:
-            stated, schema = read_footer(source), pq.ParquetFile(source).schema_arrow
-            cells = max(stated.num_rows * max(1, len(schema)), stated.num_values)
-            check_unpacked(max(8 * cells, stated.num_bytes), os.fstat(source.fileno()).st_size, path)
+            (num_rows, num_values, num_bytes), schema = read_footer(source), pq.ParquetFile(source).schema_arrow
+            cells = max(num_rows * max(1, len(schema)), num_values)
+            check_unpacked(max(8 * cells, num_bytes), os.fstat(source.fileno()).st_size, path)
             texts = [each.name for each in schema if pa.types.is_string(each.type) or pa.types.is_binary(each.type)]
             # A text that millions of rows share is stored once, and stays so until it is known to be short.
             table = pq.ParquetFile(source, read_dictionary=texts).read()
@@ -187,7 +201,7 @@ def parquet_rows(path: Path) -> int:
     """Number of rows according to a Parquet file."""
     try:
         with _opened(path) as source:
-            return read_footer(source).num_rows
+            return read_footer(source)[0]
     except ValueError as error:
         raise ReadError(path, f"must be a whole Parquet file, got {reason(error):.200}") from None
 
@@ -211,27 +225,6 @@ def _opened(path: Path) -> BinaryIO:
     except BaseException:
         os.close(descriptor)
         raise
-
-
-def _inflated_parts(file: BinaryIO, path: Path, size: int) -> Iterator[bytes]:
-    most, ratio = _limits()
-    total, judged, taken = 0, 0, 0
-    try:
-        with gzip.GzipFile(fileobj=file) as unpacked:
-            while part := unpacked.read(size):
-                total += len(part)
-                if total > most:
-                    raise ReadError(path, f"must unpack to at most {_size(most)}, got more: {_REMEDY}")
-                if total - judged >= STRETCH:
-                    stretch, packed = total - judged, file.tell() - taken
-                    if stretch > ratio * max(packed, 1):
-                        raise ReadError(path, _too_dense(stretch, packed))
-                    judged, taken = total, file.tell()
-                yield part
-    except ReadError:
-        raise
-    except (EOFError, OSError, zlib.error) as error:
-        raise ReadError(path, f"must be a whole gzip file, got {error}") from None
 
 
 def _limits() -> tuple[float, float]:
@@ -268,16 +261,8 @@ _CHUNKS, _META, _VALUES, _SIZE = 1, 3, 5, 6  # of RowGroup, of ColumnChunk, and 
 _TRUE, _FALSE, _BYTE, _INTEGERS, _DOUBLE, _BINARY, _LISTS, _STRUCT = 1, 2, 3, (4, 5, 6), 7, 8, (9, 10), 12
 
 
-class Stated(NamedTuple):
-    """What a footer states: rows of the table, values of all columns, and bytes that these take unpacked."""
-
-    num_rows: int
-    num_values: int
-    num_bytes: int
-
-
-def read_footer(file: BinaryIO) -> Stated:
-    """Read the footer of a Parquet file."""
+def read_footer(file: BinaryIO) -> tuple[int, int, int]:
+    """What a Parquet file states: rows of the table, values of all columns, and bytes that these take unpacked."""
     size = file.seek(0, 2)
     file.seek(max(0, size - 8))
     end = file.read(8)
@@ -289,7 +274,7 @@ def read_footer(file: BinaryIO) -> Stated:
         footer = _thrift(file.read(length), 0, _STRUCT)[0]
         metas = [chunk[_META] for group in footer[_GROUPS] for chunk in group[_CHUNKS]]
         values, sizes = ([int(meta[field]) for meta in metas] for field in (_VALUES, _SIZE))
-        return Stated(int(footer[_ROWS]), sum(max(0, n) for n in values), sum(max(0, n) for n in sizes))
+        return int(footer[_ROWS]), sum(max(0, n) for n in values), sum(max(0, n) for n in sizes)
     except (ValueError, struct.error) as error:
         raise ValueError(f"a Parquet footer must be whole: {error}") from None
     except (KeyError, IndexError, TypeError):

@@ -93,21 +93,19 @@ def clear_caches() -> None:
     """
     for wrapper in list(_FUNCTIONS.values()):
         wrapper.cache_clear()
-    for memo in _memos():
+    with _MEMOS_LOCK:
+        memos = list(_MEMOS)
+    for memo in memos:
         memo.clear()
 
 
 def cache_entries() -> dict[str, int]:
     """Number of entries by cache; caches of objects with the same name are added up."""
     counts = {name: int(wrapper.cache_info().currsize) for name, wrapper in list(_FUNCTIONS.items())}
-    for memo in _memos():
-        counts[memo.name] = counts.get(memo.name, 0) + len(memo)
-    return counts
-
-
-def _memos() -> list[Memo[Any, Any]]:
     with _MEMOS_LOCK:
-        return list(_MEMOS)
+        for memo in _MEMOS:
+            counts[memo.name] = counts.get(memo.name, 0) + len(memo)
+    return counts
 
 
 T = TypeVar("T", bound=type)

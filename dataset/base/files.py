@@ -77,13 +77,8 @@ def check_writable(folder: Path) -> None:
 def new_file(path: Path) -> Iterator[Path]:
     """Yield a temporary file next to ``path``, which is renamed to ``path`` if the block succeeds."""
     check_output_file(path)
-    path = path.resolve()
-    try:
-        with atomic_files.new_file(path) as temporary:
-            yield temporary
-    except BaseException as error:
-        _name_file(error, path)
-        raise
+    with _naming(path := path.resolve()), atomic_files.new_file(path) as temporary:
+        yield temporary
 
 
 def write_text(path: Path, text: str) -> None:
@@ -104,8 +99,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
-    """Write JSON whole or not at all; NaN is refused.  What no person reads is written in one line, in a tenth of the
-    time."""
+    """Write JSON whole or not at all; NaN is refused.  Without ``indent`` it takes a tenth of the time."""
     write_text(path, json.dumps(value, indent=indent, allow_nan=False) + "\n")
 
 
@@ -119,18 +113,22 @@ def new_folder(path: Path) -> Iterator[Path]:
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     temporary.chmod(0o755)
     try:
-        yield temporary
-        _put(temporary, path)
-    except BaseException as error:
+        with _naming(path):
+            yield temporary
+            _put(temporary, path)
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        _name_file(error, path)
-        raise
 
 
-def _name_file(error: BaseException, path: Path) -> None:
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
     """Add the file's name to an error of a failed write, for example on a full disk."""
-    if isinstance(error, OSError) and error.filename is None:
-        error.filename = str(path)
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _put(new: Path, path: Path) -> None:
@@ -154,9 +152,7 @@ def _put(new: Path, path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path | None:
-    """The old content of ``path`` after a replacement that was killed half-way (see ``_put``); None if there was
-    none.
-    """
+    """The old content of ``path`` after a replacement that was killed half-way (see ``_put``), if there was one."""
     if path.exists() or not path.parent.is_dir():
         return None
     path = path.resolve()

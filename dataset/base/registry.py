@@ -82,7 +82,7 @@ class Registry(Mapping[str, T]):
                 origin = "is registered already" if name in self._added else "comes with stepsight"
                 raise self._error(f"{self.noun} {name!r:.80} {origin}: choose another name")
             try:
-                self._add(name, cast(T, thing) if self._check is None else self._check(name, thing), "")
+                self._add(name, thing, "")
             except StepsightError as error:
                 raise self._error(f"{self.noun} {name!r}: {error}") from None
         return thing
@@ -147,10 +147,11 @@ class Registry(Mapping[str, T]):
     def __repr__(self) -> str:
         return f"<{self.noun} registry: {', '.join(self)}>"
 
-    def _add(self, name: str, thing: T, package: str) -> None:
-        self.known[name] = thing
-        self._added[name] = package
+    def _add(self, name: str, thing: Any, package: str) -> T:
+        checked = cast(T, thing) if self._check is None else self._check(name, thing)
+        self.known[name], self._added[name] = checked, package
         self.version += 1
+        return checked
 
     def _remove(self, name: str) -> None:
         del self._added[name]
@@ -166,12 +167,10 @@ class Registry(Mapping[str, T]):
         if len(points) > 1:
             raise self._error(f"{self.noun} {name!r} is brought by {origin}: uninstall all except one")
         try:
-            thing = points[0].load() if self._check is None else self._check(name, points[0].load())
+            return self._add(name, points[0].load(), origin)
         except Exception as error:
             told = str(error) if isinstance(error, StepsightError) else f"{type(error).__name__}: {error}"
             raise self._error(f"{self.noun} {name!r}: cannot load the entry point {origin}: {told}") from error
-        self._add(name, thing, origin)
-        return thing
 
 
 class _Things(dict[str, T]):

@@ -26,8 +26,7 @@ LEAST_FACT = 1e6  # FLOP/s, byte/s and byte of a device in a user's file: below,
 
 def reported_devices() -> Mapping[str, str]:
     """Presets by the names that drivers report."""
-    reported: dict[str, str] = preset("hardware.toml")["reported"]
-    return reported
+    return preset("hardware.toml")["reported"]  # type: ignore[no-any-return]
 
 
 @cached(1)
@@ -111,10 +110,7 @@ def hardware_name(name: str) -> str:
 
 def find_fabric(name: str) -> Fabric:
     """The fabric of that name, or of a ``.json`` or ``.toml`` file."""
-    if not is_facts_file(name):
-        return FABRICS[name]
-    _, fabrics = facts_in(name)
-    return only_one(fabrics, "fabric", name)
+    return only_one(facts_in(name)[1], "fabric", name) if is_facts_file(name) else FABRICS[name]
 
 
 def _hardware_file(path: str) -> tuple[Hardware, Mapping[str, Fabric]]:
@@ -172,13 +168,10 @@ def usual_fabric(hardware: str) -> str:
 
 
 def read_fabric_words(text: str, hardware: str) -> tuple[tuple[str, ...], str]:
-    """Read words for links between nodes, such as ``8x 400 Gb/s InfiniBand per node`` or ``NCCL over TCP sockets``.
+    """Presets that words for links between nodes name (``8x 400 Gb/s InfiniBand per node``), the best first; a warning.
 
     Numbers, remarks in parentheses and words that name no technology other than InfiniBand and RoCE say nothing here.
     Ethernet alone may be RoCE or NCCL's sockets, which are ten times slower: it is not understood.
-
-    Returns:
-        Presets of what they name, the best first, and a warning about words that are not understood, "" if all are.
     """
     from difflib import get_close_matches  # slow to import, and seldom needed
 

@@ -109,14 +109,13 @@ class Hardware:
                 if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
                     rule = f"must be a number from {least:g} to {most:g}, got {value!r:.80}"
                     raise JobError(f"{us} {each.name + key:.80} {rule}")
-        strange = sorted(set(self.peak_flops) - set(DTYPE_BYTES))
-        unknown = sorted(set(self.host_kinds_s) - set(OP_KINDS) - set(COLLECTIVE_KINDS))
         if not self.peak_flops:
             raise JobError(f"{us} peak_flops must state a peak of one dtype at least, got none")
-        if strange:
-            rule = f"peak_flops must name dtypes of {', '.join(DTYPE_BYTES)}"
-            raise JobError(f"{us} {rule}, got {', '.join(strange):.80}")
-        if unknown:
+        if strange := sorted(set(self.peak_flops) - set(DTYPE_BYTES)):
+            raise JobError(
+                f"{us} peak_flops must name dtypes of {', '.join(DTYPE_BYTES)}, got {', '.join(strange):.80}"
+            )
+        if unknown := sorted(set(self.host_kinds_s) - set(OP_KINDS) - set(COLLECTIVE_KINDS)):
             raise JobError(f"{us} host_kinds_s names ops and collectives, got {', '.join(unknown):.200}")
 
     @property
@@ -249,7 +248,7 @@ class Fabric:
 
 def fabric_from_dict(name: str, table: dict[str, Any]) -> Fabric:
     """A fabric from a table with ``intra_node`` and ``inter_node`` links in Gbyte/s per device and microseconds."""
-    if unknown := sorted(set(table) - {"intra_node", "inter_node", "source"}):
+    if unknown := sorted(map(str, set(table) - {"intra_node", "inter_node", "source"})):
         raise JobError(f"fabric has keys intra_node and inter_node, got also {', '.join(unknown)}")
     return Fabric(name, *(_link(key, table.get(key)) for key in ("intra_node", "inter_node")))
 
@@ -262,11 +261,11 @@ def _link(key: str, link: Any) -> Link:
             f"fabric.{key} must be a table of bandwidth_gbytes_per_s (per device, per direction) and latency_us, and "
             f"may have {', '.join(sorted(optional))}, got {link!r:.80}"
         )
+    if not isinstance(link.get("ll128", True), bool):
+        raise JobError(f"fabric.{key}.ll128 must be true or false, got {link['ll128']!r:.80}")
     values: dict[str, Any] = {}
     for name, value in link.items():
         if name == "ll128":
-            if not isinstance(value, bool):
-                raise JobError(f"fabric.{key}.ll128 must be true or false, got {value!r:.80}")
             values[name] = value
             continue
         least, most, field, unit = LINK_KEYS[name]

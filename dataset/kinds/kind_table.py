@@ -7,11 +7,11 @@ positional arguments, in the order of ``dim_names``.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from math import inf
-from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args
+from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 from stepsight.dataset.base.errors import StepsightError, shorten
 from stepsight.dataset.base.files import preset
@@ -25,30 +25,13 @@ STREAMED = "add"  # base of streaming kinds: an addition that moves as many byte
 _FIRST_BY_NAME, _MOST_BY_NAME = 1000, 100_000  # with a half between them, codes keep within seven digits
 
 
-class _Kind(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def code(self) -> int: ...
-
-
-K = TypeVar("K", bound=_Kind)
-
-
-def code_of(name: str, code: int) -> int:
-    """The code of a kind: its own, or for -1 one derived from its name, independent of other kinds."""
-    return code if code >= 0 else _FIRST_BY_NAME + zlib.crc32(name.encode()) % _MOST_BY_NAME
+K = TypeVar("K", bound=Any)
 
 
 class KindTable(Registry[K]):
-    """A registry of kinds of one noun, which are registered under their own names.
+    """A registry of kinds under their own names, of which no two in all ``tables`` of kinds have the same.
 
-    Args:
-        noun: What the kinds are, for messages: ``"op kind"``.
-        built_in: Kinds of the package, which stay.
-        group: The entry points' group.
-        tables: All tables of kinds: no two kinds in them have the same name.
-        check: Takes a kind that is to be added and this table; it raises ``StepsightError`` if they do not fit.
+    ``check`` takes a kind that is to be added and this table; it raises ``StepsightError`` if they do not fit.
     """
 
     def __init__(
@@ -61,26 +44,18 @@ class KindTable(Registry[K]):
     ) -> None:
         kinds = sorted(built_in, key=lambda kind: kind.code)
         assert len({kind.code for kind in kinds}) == len({kind.name for kind in kinds}) == len(kinds), noun
-        self._is_kind = instance_of(type(kinds[0]))
-        self._check_beside = check
-        self._tables = tables
+        self._is_kind, self._check_beside, self._tables = instance_of(type(kinds[0])), check, tables
         tables.append(self)
         named = {kind.name: kind for kind in kinds}
         super().__init__(noun, named, group=group, check=self._check_kind, error=StepsightError)
 
     def add(self, kind: K) -> K:
-        """Register a kind.
-
-        Raises:
-            StepsightError: If its name or its code is taken.
-        """
+        """Register a kind; ``StepsightError`` if its name or its code is taken."""
         return self.register(kind.name, kind)
 
-    @contextmanager
-    def added(self, kind: K) -> Iterator[K]:
+    def added(self, kind: K) -> AbstractContextManager[K]:
         """Register a kind for the duration of a ``with`` block, as tests do."""
-        with self.registered(kind.name, kind):
-            yield kind
+        return self.registered(kind.name, kind)
 
     def _check_kind(self, name: str, thing: Any) -> K:
         kind = self._is_kind(name, thing)
@@ -97,7 +72,7 @@ class KindTable(Registry[K]):
 
 
 def check_record(record: Any, noun: str, choices: Mapping[str, Any], rules: Iterable[tuple[str, bool, str]]) -> None:
-    """Check the fields of a record of a kind, and set its code.
+    """Check the fields of a record of a kind, and set its code: its own, or for -1 one derived from its name.
 
     ``choices``: by field the ``Literal`` that lists its values; ``rules``: other fields, whether each is right, and
     what it must be.
@@ -114,80 +89,59 @@ def check_record(record: Any, noun: str, choices: Mapping[str, Any], rules: Iter
     for name, right, rule in (*found, *rules):
         if not right:
             raise StepsightError(f"{noun} {record.name!r}: {name} must be {rule}, got {getattr(record, name)!r:.80}")
-    object.__setattr__(record, "code", code_of(record.name, record.code))
+    if record.code < 0:
+        object.__setattr__(record, "code", _FIRST_BY_NAME + zlib.crc32(record.name.encode()) % _MOST_BY_NAME)
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class OpKind:
     """Properties of one kind of op: the meaning of its dims, its cost, and its names in libraries.
 
-    Attributes:
-        name: As in ``Op.kind``.
-        family: Ops of a family share a regressor (``gemm``, ``attention``, ``norm``, …).
-        dim_names: Names of ``Op.dims``, in order.
-        flops: FLOP of one call (one multiply-add is two).
-        elements: Elements that one call reads plus those that it writes.
-        bound: What bounds its time: the device's arithmetic or memory, the host's memory, the link to the host, or the
-            time in which the host makes its first dim of calls.
-        code: Number that represents the kind in the features of trees.  It never changes, because trained predictors
-            hold it.  The package's first kinds have numbers of their own; -1 takes one from the name.
-        flags: Dims that are 0 or 1.
-        in_harness: Whether the harness has a callable of this name (``dataset/harness/ops``), so that it can run it.
-        units: Parts of a call that each cost time: rows, heads, matrices, tensors.  0: none.
-        operands: Elements of up to three operands that caches treat differently.  None: all ``elements`` in one.
-        keeps_second_operand: Whether a fused kernel keeps its second operand on the chip, as attention its scores.
-        grid: Number of independent matrices of the output, and the rows and columns of each: what a GPU cuts into
-            tiles.  None: the kind is not tiled.
-        aligned: Dims whose divisibility by powers of two decides which kernel runs.
-        padded: Dim that GPU libraries pad to the next size that they have a kernel for.
-        streams: Whether time grows in proportion to the first dim beyond the longest op that was measured.
-        base: Kind whose efficiency tells most about this one where this one was not measured.  ``STREAMED``: an
-            addition of as many bytes.  Empty: none does.
-        base_dims: Dims of that op.
-        reads_saved: Whether it reads what forward saved for backward.
-        weight_gradient: Whether it computes the gradient of a linear's weight from its input and output gradient.
-        slept: Whether ranks of a cluster in a box sleep for it.  False: it takes so little that they run it.
-        calls: Calls of frameworks that are this op, and how the dims follow from a call's arguments (None: the call
-            does no work).
-        in_parts: Whether consecutive calls of equal dims are parts of one op.
-
-    Raises:
-        StepsightError: On construction, if a field has a wrong type or value, or if a function does not take the dims
-            or does not return what it must for a few of them.
+    Functions are called for a few dims on construction: ``StepsightError`` if they do not take them or do not return
+    what they must, or if a field has a wrong type or value.
     """
 
-    name: str
-    family: str
-    dim_names: tuple[str, ...]
-    flops: Callable[..., float]
-    elements: Callable[..., float]
+    name: str  # as in ``Op.kind``
+    family: str  # ops of a family share a regressor (``gemm``, ``attention``, ``norm``, …)
+    dim_names: tuple[str, ...]  # of ``Op.dims``, in order
+    flops: Callable[..., float]  # FLOP of one call (one multiply-add is two)
+    elements: Callable[..., float]  # that one call reads plus those that it writes
+    # What bounds its time: the device's arithmetic or memory, the host's memory, the link to the host, or the time in
+    # which the host makes its first dim of calls.
     bound: Bound = "memory"
+    # Represents the kind in the features of trees, and never changes, because trained predictors hold it.  The
+    # package's first kinds have numbers of their own; -1 takes one from the name.
     code: int = -1
-    flags: tuple[str, ...] = ()
-    in_harness: bool = True
-    units: Callable[..., float] = lambda *dims: 0.0
+    flags: tuple[str, ...] = ()  # dims that are 0 or 1
+    in_harness: bool = True  # whether the harness has a callable of this name (``dataset/harness/ops``)
+    units: Callable[..., float] = lambda *dims: 0.0  # parts of a call that each cost time: rows, heads, tensors
+    # Elements of up to three operands that caches treat differently.  None: all ``elements`` in one.
     operands: Callable[..., tuple[float, float, float]] | None = None
-    keeps_second_operand: bool = False
+    keeps_second_operand: bool = False  # whether a fused kernel keeps it on the chip, as attention its scores
+    # Number of independent matrices of the output, and the rows and columns of each: what a GPU cuts into tiles.  None:
+    # the kind is not tiled.
     grid: Callable[..., tuple[int, int, int]] | None = None
-    aligned: tuple[str, ...] = ()
-    padded: str = ""
-    streams: bool = False
+    aligned: tuple[str, ...] = ()  # dims whose divisibility by powers of two decides which kernel runs
+    padded: str = ""  # dim that GPU libraries pad to the next size that they have a kernel for
+    streams: bool = False  # whether time grows in proportion to the first dim beyond the longest op that was measured
+    # Kind whose efficiency tells most about this one where this one was not measured.  ``STREAMED``: an addition of as
+    # many bytes.  Empty: none does.
     base: str = STREAMED
-    base_dims: Callable[..., Dims] = lambda *dims: dims
-    reads_saved: bool = True
-    weight_gradient: bool = False
-    slept: bool = True
+    base_dims: Callable[..., Dims] = lambda *dims: dims  # of that op
+    reads_saved: bool = True  # whether it reads what forward saved for backward
+    weight_gradient: bool = False  # whether it is the gradient of a linear's weight, from its input and output gradient
+    slept: bool = True  # whether ranks of a cluster in a box sleep for it; False: it takes so little that they run it
+    # Calls of frameworks that are this op, and how dims follow from a call's arguments (None: the call does no work).
     calls: Mapping[str, Callable[[Args], Dims | None]] = field(default_factory=dict)
-    in_parts: bool = False
+    in_parts: bool = False  # whether consecutive calls of equal dims are parts of one op
 
     def __post_init__(self) -> None:
         calls = isinstance(self.calls, Mapping) and all(map(callable, self.calls.values()))
-        base = isinstance(self.base, str) and (not self.base or self.base.isidentifier())
         rules = [
             ("dim_names", bool(self.dim_names) and _are_names(self.dim_names), _NAMES.format(" at least 1")),
             *((name, _are_names(getattr(self, name)), _NAMES.format("")) for name in ("flags", "aligned")),
-            ("family", isinstance(self.family, str) and self.family.isidentifier(), "a name"),
-            ("base", base, "a name"),
+            ("family", _are_names((self.family,)), "a name"),
+            ("base", self.base == "" or _are_names((self.base,)), "a name"),
             ("calls", calls, "a table of functions by names of calls"),
         ]
         check_record(self, "op kind", {"bound": Bound}, rules)
@@ -270,48 +224,29 @@ Side = Literal["In", "Out"]
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class CollectiveKind:
-    """Properties of one kind of collective: its transfers, and its names in libraries.
+    """Properties of one kind of collective: its transfers, and its names in libraries; see ``OpKind``."""
 
-    Attributes:
-        name: As in ``Collective.kind``.
-        counts: What ``Collective.num_bytes`` counts, for people.
-        route: How the bytes travel.
-        passes: Times that the buffer goes around the ring.
-        trees: Whether NCCL may run it up and down trees over nodes.
-        buffers: Buffers of ``num_bytes`` that a rank holds meanwhile.
-        code: Number that represents the kind in the features of trees; see ``OpKind.code``.
-        nccl_names: Names in NCCL's records, and the side whose size is ``num_bytes``.
-        c10d_calls: PyTorch's calls from C++, and the input whose size is ``num_bytes``.
-        gloo_spans: Spans of gloo's worker threads that may carry it.
-        test_names: Names in tables of nccl-tests and of other benchmarks.
-
-    Raises:
-        StepsightError: On construction, if a field has a wrong type or value.
-    """
-
-    name: str
-    counts: str
-    route: Route = "ring"
-    passes: float = 1.0
-    trees: bool = False
-    buffers: float = 1.0
+    name: str  # as in ``Collective.kind``
+    counts: str  # what ``Collective.num_bytes`` counts, for people
+    route: Route = "ring"  # how the bytes travel
+    passes: float = 1.0  # times that the buffer goes around the ring
+    trees: bool = False  # whether NCCL may run it up and down trees over nodes
+    buffers: float = 1.0  # of ``num_bytes`` that a rank holds meanwhile
     code: int = -1
-    nccl_names: Mapping[str, Side] = field(default_factory=dict)
-    c10d_calls: Mapping[str, int] = field(default_factory=dict)
-    gloo_spans: tuple[str, ...] = ()
-    test_names: tuple[str, ...] = ()
+    nccl_names: Mapping[str, Side] = field(default_factory=dict)  # in its records: the side whose size is ``num_bytes``
+    c10d_calls: Mapping[str, int] = field(default_factory=dict)  # from C++: the input whose size is ``num_bytes``
+    gloo_spans: tuple[str, ...] = ()  # of gloo's worker threads that may carry it
+    test_names: tuple[str, ...] = ()  # in tables of nccl-tests and of other benchmarks
 
     def __post_init__(self) -> None:
         names, calls = self.nccl_names, self.c10d_calls
-        numbers = {
-            key: isinstance(getattr(self, key), int | float) and getattr(self, key) for key in ("passes", "buffers")
-        }
+        passes, buffers = (isinstance(number, int | float) and number for number in (self.passes, self.buffers))
         sides = isinstance(names, Mapping) and all(side in get_args(Side) for side in names.values())
         places = isinstance(calls, Mapping) and all(type(at) is int and at >= 0 for at in calls.values())
         rules = [
             ("counts", _are_texts((self.counts,)), "a line of text"),
-            ("passes", 0 < numbers["passes"] < inf, "a finite number > 0"),
-            ("buffers", 1 <= numbers["buffers"] < inf, "a finite number >= 1"),
+            ("passes", 0 < passes < inf, "a finite number > 0"),
+            ("buffers", 1 <= buffers < inf, "a finite number >= 1"),
             ("nccl_names", sides and _are_texts(tuple(names)), "a table of In or Out by name"),
             ("c10d_calls", places and _are_texts(tuple(calls)), "a table of inputs by call"),
             *((key, _are_texts(getattr(self, key)), "a tuple of names") for key in ("gloo_spans", "test_names")),
@@ -326,8 +261,9 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, tuple) and all(isinstance(text, str) and text and text.isprintable() for text in value)
 
 
-def _fields(facts: Mapping[str, Any]) -> dict[str, Any]:
+def with_tuples(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a record from a preset's table."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
 
 
-KINDS = tuple(CollectiveKind(name=name, **_fields(facts)) for name, facts in preset("collective_kinds.toml").items())
+KINDS = tuple(CollectiveKind(name=name, **with_tuples(of)) for name, of in preset("collective_kinds.toml").items())

@@ -27,17 +27,11 @@ MOST_BYTES, MOST_FLOPS = 2.0**56, 2.0**90  # of all operands of an op
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One compute kernel call by its signature.
+    """One compute kernel call by its signature."""
 
-    Attributes:
-        kind: A key of ``OP_KINDS``.
-        dims: Sizes, in the order of the kind's ``dim_names``.
-        dtype: A key of ``DTYPE_BYTES``.
-    """
-
-    kind: str
-    dims: tuple[int, ...]
-    dtype: str = "bf16"
+    kind: str  # a key of ``OP_KINDS``
+    dims: tuple[int, ...]  # in the order of the kind's ``dim_names``
+    dtype: str = "bf16"  # a key of ``DTYPE_BYTES``
 
     def __post_init__(self) -> None:
         kind = _OPS[self.kind]
@@ -73,19 +67,12 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One communication by its signature.
+    """One communication by its signature."""
 
-    Attributes:
-        kind: A key of ``COLLECTIVE_KINDS``.
-        num_bytes: Bytes of the full buffer; ``CollectiveKind.counts`` says which one that is.
-        group_size: Ranks that take part.
-        ranks_per_node: How many of them share a node (``group_size`` when all do).
-    """
-
-    kind: str
-    num_bytes: int
-    group_size: int
-    ranks_per_node: int
+    kind: str  # a key of ``COLLECTIVE_KINDS``
+    num_bytes: int  # of the full buffer; ``CollectiveKind.counts`` says which one that is
+    group_size: int  # ranks that take part
+    ranks_per_node: int  # how many of them share a node (``group_size`` when all do)
 
     def __post_init__(self) -> None:
         _ = _COLLECTIVES[self.kind]  # it is known
@@ -109,11 +96,7 @@ class Collective:
 
 
 def check_sizes(works: Iterable[Op | Collective], where: str) -> None:
-    """Check that sizes are whole numbers that anybody could have run: files also hold NaN, fractions and made-up ones.
-
-    Raises:
-        ValueError: If not.
-    """
+    """Check that sizes are whole numbers that anybody could have run: files also hold NaN, fractions and others."""
     for work in works:
         sizes = work.dims if isinstance(work, Op) else (work.num_bytes, work.group_size, work.ranks_per_node)
         whole = all(isinstance(size, int) and 0 <= size <= MOST_SIZE for size in sizes)

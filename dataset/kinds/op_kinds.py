@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from stepsight.dataset.base.files import preset
-from stepsight.dataset.kinds.kind_table import Args, Dims, OpKind
+from stepsight.dataset.kinds.kind_table import Args, Dims, OpKind, with_tuples
 
 Function = Callable[..., Any]
 
@@ -79,8 +79,7 @@ def _sum(
 
 def _kind(name: str, told: Mapping[str, Any]) -> OpKind:
     names = tuple(told["dims"].split())
-    plain = {key: value for key, value in told.items() if key not in ("like", "dims")}
-    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in plain.items()}
+    fields = with_tuples({key: value for key, value in told.items() if key not in ("like", "dims")})
     flags = told.get("flags", ())
     for key in {"flops", "elements", "units"} & set(told):
         fields[key] = _sum(told[key], names, flags=flags)
@@ -88,18 +87,16 @@ def _kind(name: str, told: Mapping[str, Any]) -> OpKind:
         terms = [told["elements"] if part == "elements" else part for part in told[key]]
         parts = [_sum(part, names, float if key == "operands" else int, flags) for part in terms]
         fields[key] = lambda *dims, parts=parts: tuple([part(*dims) for part in parts])
-    calls = {
-        call if "::" in call else f"aten::{call}": _dims_of(*words.split())
-        for words, text in told["calls"].items()
-        for call in text.split()
-    }
+    calls: dict[str, Function] = {}
+    for words, text in told["calls"].items():
+        function, *places = words.split()
+        dims_of = _dims_of(globals()[function], *map(int, places))
+        calls |= {call if "::" in call else f"aten::{call}": dims_of for call in text.split()}
     return OpKind(**{**fields, **_OWN.get(name, {}), "name": name, "dim_names": names, "calls": calls})
 
 
-def _dims_of(function: str, *places: str) -> Callable[[Args], Dims | None]:
-    of: Callable[..., Dims | None] = globals()[function]
-    numbers = [*map(int, places)]
-    return lambda args: of(args, *numbers)
+def _dims_of(function: Function, *places: int) -> Function:
+    return lambda args: function(args, *places)
 
 
 def _kinds() -> Iterator[OpKind]:

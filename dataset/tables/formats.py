@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,7 @@ def read_own(rows: Rows) -> None:
             needs = ("num_bytes", "group_size", "ranks_per_node") if kind in COLLECTIVE_KINDS else ("dims",)
             if kind == "linear" and "dims" not in line.cells:
                 needs = _SIZES
-            missing = [name for name in needs if name not in line.cells]
-            if missing:
+            if missing := [name for name in needs if name not in line.cells]:
                 raise ValueError(f"{kind} needs columns {', '.join(needs)}; {', '.join(missing)} missing")
             work = _collective(line, kind) if kind in COLLECTIVE_KINDS else _op(line, kind)
             told = {name: line.cells.get(name, "").strip() for name in ("device", "fabric", "software")}
@@ -116,17 +116,11 @@ def _collective(line: Line, kind: str) -> Collective:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format of tables of measurements; a user adds one with ``FORMATS.register``.
+    """A format of tables of measurements; a user adds one with ``FORMATS.register``."""
 
-    Attributes:
-        read: Reads a file into rows.
-        names: Pattern of the paths, within a folder, of the files that are read.
-        licence: SPDX identifier under which it was published; "unknown" for what users measured.
-    """
-
-    read: Callable[[Rows], None]
-    names: str
-    licence: str
+    read: Callable[[Rows], None]  # reads a file into rows
+    names: str  # pattern of the paths, within a folder, of the files that are read
+    licence: str  # SPDX identifier under which it was published; "unknown" for what users measured
 
     def __post_init__(self) -> None:
         check_takes("read of a table format", self.read, ("rows",), TableError)
@@ -209,13 +203,10 @@ def _read_file(name: str, path: Path, place: str, root: Path) -> Measurements:
     except MALFORMED as error:
         raise rows.error(f"must be a table of format {name}, got {type(error).__name__}: {error!s:.200}") from None
     licence = FORMATS[name].licence  # unless the nearest LICENSE, up to the folder that was given, says another
-    for folder in path.parents:
-        if (folder / "LICENSE").is_file():
-            head = read_file(folder / "LICENSE").decode("utf-8", "replace")
-            licence = next((name for phrase, name in _LICENCES.items() if phrase in head), licence)
-            break
-        if folder == root:
-            break
+    above = (*takewhile(lambda folder: folder != root, path.parents), root)
+    if nearest := next((folder / "LICENSE" for folder in above if (folder / "LICENSE").is_file()), None):
+        head = read_file(nearest).decode("utf-8", "replace")
+        licence = next((name for phrase, name in _LICENCES.items() if phrase in head), licence)
     return rows.table(f"{name}/{place}", SourceFile(licence, digest_files([path])))
 
 

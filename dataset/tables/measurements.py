@@ -41,35 +41,22 @@ class SourceFile:
 
 @dataclass(frozen=True, eq=False)
 class Measurements:
-    """A table of measurements, one row each.
+    """A table of measurements, one row each."""
 
-    Attributes:
-        works: What was measured, shape ``[rows]``; equal signatures may come many times.
-        seconds: Time of one call, float64 ``[rows]``.
-        device: Hardware preset, or a name of that style where there is no preset; "" where the source names none.
-        fabric: Fabric preset of a collective, or a name of that style; "" for an op.
-        software: Framework or library with its version, and the kernel where the source tells it.
-        source: Key of ``files``: format and path within what was read.
-        files: Files that the rows come from.
-        skipped: Number of rows of those files that are not here, by reason.
-    """
-
-    works: tuple[Op | Collective, ...]
-    seconds: np.ndarray
-    device: tuple[str, ...]
-    fabric: tuple[str, ...]
-    software: tuple[str, ...]
-    source: tuple[str, ...]
-    files: Mapping[str, SourceFile]
-    skipped: Mapping[str, int] = field(default_factory=dict)
+    works: tuple[Op | Collective, ...]  # what was measured, ``[rows]``; equal signatures may come many times
+    seconds: np.ndarray  # of one call, float64 ``[rows]``
+    device: tuple[str, ...]  # hardware preset, or a name of that style; "" where the source names none
+    fabric: tuple[str, ...]  # fabric preset of a collective, or a name of that style; "" for an op
+    software: tuple[str, ...]  # framework or library with its version, and the kernel where the source tells it
+    source: tuple[str, ...]  # key of ``files``: format and path within what was read
+    files: Mapping[str, SourceFile]  # that the rows come from
+    skipped: Mapping[str, int] = field(default_factory=dict)  # rows of those files that are not here, by reason
 
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in ("works", "seconds", *_TEXTS)}
         assert len(set(lengths.values())) == 1, lengths
-        if unknown := set(self.source) - set(self.files):
-            raise TableError(
-                f"the source of every row must be one of the files, got {', '.join(map(repr, unknown)):.200}"
-            )
+        if unknown := ", ".join(map(repr, set(self.source) - set(self.files))):
+            raise TableError(f"the source of every row must be one of the files, got {unknown:.200}")
         if not all(isinstance(text, str) for name in _TEXTS for text in set(getattr(self, name))):
             raise TableError(f"{', '.join(_TEXTS)} of a measurement must be texts")
         if not ((self.seconds >= LEAST_SECONDS) & (self.seconds <= MOST_SECONDS)).all():
@@ -92,22 +79,17 @@ class Measurements:
         self, kind: str | Collection[str] | None = None, device: str | Collection[str] | None = None
     ) -> Measurements:
         """Rows of one or several kinds (of ops or of collectives) and devices."""
-        mask = np.ones(len(self), bool)
-        kinds = [work.kind for work in self.works]
-        for wanted, found in ((kind, kinds), (device, self.device)):
-            if wanted is not None:
-                allowed = {wanted} if isinstance(wanted, str) else wanted
-                mask &= np.fromiter((name in allowed for name in found), bool, len(self))
-        return self.take(mask)
+        pairs = (kind, [work.kind for work in self.works]), (device, self.device)
+        masks = [np.isin(names, [*([of] if isinstance(of, str) else of)]) for of, names in pairs if of is not None]
+        return self.take(np.logical_and.reduce([np.ones(len(self), bool), *masks]))
 
     @staticmethod
     def concat(tables: Iterable[Measurements]) -> Measurements:
         """Join the rows of some tables, in order."""
         tables = list(tables)
-        files: dict[str, SourceFile] = {}
+        files = {name: file for table in tables for name, file in table.files.items()}
         skipped: Counter[str] = Counter()
         for table in tables:
-            files |= table.files
             skipped.update(table.skipped)
         works, device, fabric, software, source = (
             tuple(value for table in tables for value in getattr(table, name)) for name in ("works", *_TEXTS)
@@ -174,9 +156,8 @@ def summary(table: Measurements) -> dict[str, Any]:
     """Counts by kind, device, fabric, software and file; times in microseconds."""
     kinds = np.array([work.kind for work in table.works], str)
     microseconds = table.seconds * 1e6
-    rows_of = dict.fromkeys(table.files, 0) | Counter(table.source)
-    skipped = dict(sorted(table.skipped.items()))
-    files = {name: {"rows": rows_of[name], **asdict(table.files[name])} for name in sorted(rows_of)}
+    rows_of, skipped = Counter(table.source), dict(sorted(table.skipped.items()))
+    files = {name: {"rows": rows_of[name], **asdict(table.files[name])} for name in sorted(table.files)}
     spans = {str(kind): microseconds[kinds == kind] for kind in np.unique(kinds)}
     return {
         "rows": len(table),
@@ -200,8 +181,7 @@ def summary_text(told: dict[str, Any]) -> str:
         lines.append(f"{kind:<24}{of['rows']:>9}{of['min_us']:>14.2f} us{of['max_us']:>14.2f} us")
     titles = {"devices": "device", "fabrics": "fabric", "software": "software", "skipped": "rows skipped, and why"}
     for key, title in titles.items():
-        named = {name: count for name, count in told[key].items() if name}
-        if named:
+        if named := {name: count for name, count in told[key].items() if name}:
             lines += ["", title, *(f"{count:>9}  {name}" for name, count in named.items())]
     return "\n".join(lines)
 
@@ -282,8 +262,7 @@ class Rows:
 
     def error(self, rule: str, row: int | None = None) -> TableError:
         """An error that names the file and the row."""
-        where = "" if row is None else f", row {row}"
-        return TableError(f"{self.path}{where}: {rule}")
+        return TableError(f"{self.path}{'' if row is None else f', row {row}'}: {rule}")
 
     def table(self, source: str, file: SourceFile) -> Measurements:
         """What was found."""
@@ -343,16 +322,15 @@ def read_csv(rows: Rows, columns: Sequence[str]) -> Iterator[Line]:
     lines = csv.reader(text, delimiter=next((mark for mark in ",;\t" if mark in first), ","))
     try:
         header = [name.strip() for name in next(lines, [])]
-        missing = [name for name in columns if name not in header]
-        if missing:
+        if missing := [name for name in columns if name not in header]:
             raise rows.error(f"the header must have columns {', '.join(columns)}; {', '.join(missing)} missing")
         if twice := repeated(header):
             raise rows.error(f"a table has a column once, got twice {twice}")
         for number, cells in enumerate(lines, 1):
             if len(cells) == len(header):
                 yield Line(rows, number, dict(zip(header, cells, strict=True)))
-                continue
-            with rows.row(number):
-                raise ValueError(f"a row must have {len(header)} cells, got {len(cells)}")
+            else:
+                with rows.row(number):
+                    raise ValueError(f"a row must have {len(header)} cells, got {len(cells)}")
     except csv.Error as error:
         raise rows.error(f"must be CSV ({error})") from None

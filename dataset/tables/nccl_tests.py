@@ -103,11 +103,8 @@ def _read_log(rows: Rows, path: str, log: str) -> None:
             continue
         num_rows += 1
         if not test:
-            raise rows.error(
-                "a log must name its test in it (as all_reduce_perf) or in its name (as all_reduce), or must hold "
-                "sums of 1 GB/s and more",
-                number,
-            )
+            rule = "a log must name its test in it (as all_reduce_perf) or in its name (as all_reduce)"
+            raise rows.error(f"{rule}, or must hold sums of 1 GB/s and more", number)
         per_host = Counter(host for host, _ in ranks.values())
         if len(ranks) > 1 and (len(ranks) <= max(ranks) or len(set(per_host.values())) > 1):
             rows.skip("a run whose log does not list all of its ranks")  # processes may overwrite each other's lines
@@ -143,16 +140,14 @@ def _named(tests: re.Pattern[str], path: str, log: str) -> str:
     spelt = {"".join(name.split("_")): name for name in benchmark_names()}
     for part in PurePath(path).parts[:-3:-1]:  # the file, then its folder
         word = re.sub(r"[^a-z]", "", part.lower()).replace("bcast", "broadcast")
-        found = {name for short, name in spelt.items() if short in word}
-        if len(found) == 1:
+        if len(found := {name for short, name in spelt.items() if short in word}) == 1:
             return found.pop()
     for row in filter(None, map(_ROW.match, log.splitlines())):
         with suppress(ValueError, IndexError):
             cells = row[4].split()
             rate, bus = float(cells[-3]), float(cells[-2])
-            if cells[0] != "sum" or rate < 1:
-                continue
-            return "all_reduce" if bus > 1.1 * rate else "reduce_scatter" if bus < 0.98 * rate else ""
+            if cells[0] == "sum" and rate >= 1:
+                return "all_reduce" if bus > 1.1 * rate else "reduce_scatter" if bus < 0.98 * rate else ""
     return ""
 
 

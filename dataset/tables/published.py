@@ -210,12 +210,11 @@ def read_aicb(rows: Rows) -> None:
             rows.skip("no group size" if kind in COLLECTIVE_KINDS else f"no collective kind for {kind}")
         else:
             with rows.row(line.number):
-                num_bytes, size = line.whole("msg_size", 0), line.whole("comm_group_size", 2)
-                if not num_bytes:
+                if num_bytes := line.whole("msg_size", 0):
+                    work = Collective(kind, num_bytes, *[line.whole("comm_group_size", 2)] * 2)
+                    calls[work, line.text("stage")].append(line.real("_elapsed_time"))
+                else:
                     rows.skip("no message size")
-                    continue
-                work = Collective(kind, num_bytes, size, size)
-                calls[work, line.text("stage")].append(line.real("_elapsed_time"))
     for (work, stage), times_ms in calls.items():
         rows.skip("folded into a median", len(times_ms) - 1)
         fabric, software = "dgx-a100" if device else "", f"aicb in a training loop: {stage}"
@@ -330,14 +329,13 @@ def read_aiconfigurator(rows: Rows) -> None:
         raise rows.error(f"must be a Parquet file ({reason(error)})") from None
     what, columns, convert = _AIC_TABLES[table]
     every = (*_AIC_TEXTS[:4], "latency", *columns.split())
-    missing = [name for name in every if name not in found.column_names and name not in _AIC_OPTIONAL]
-    if missing:
+    if missing := [name for name in every if name not in found.column_names and name not in _AIC_OPTIONAL]:
         raise rows.error(f"the table must have columns {', '.join(every)}; {', '.join(missing)} missing")
     cells = [found[name].to_pylist() if name in found.column_names else repeat(0, len(found)) for name in every]
     for index, row in enumerate(zip(*cells, strict=True), 1):
         with rows.row(index):
             framework, version, told_device, kernel, latency_ms, told, *others = map(_cell, every, row)
-            device, seconds = device_name(told_device), latency_ms * 1e-3
+            device = device_name(told_device)
             if told not in _AIC["nccl_bytes" if table == "nccl" else "dtypes"]:
                 work: Found = f"{what} in {told}"
             else:
@@ -345,7 +343,7 @@ def read_aiconfigurator(rows: Rows) -> None:
             software, fabric = f"{framework} {version} {kernel}{' fp8_block' if told == 'fp8_block' else ''}", ""
             if isinstance(work, Collective):
                 software, fabric = f"nccl {version} {told}", _AIC["fabrics"].get(device, "")
-            rows.add(work, seconds, device=device, fabric=fabric, software=software)
+            rows.add(work, latency_ms * 1e-3, device=device, fabric=fabric, software=software)
 
 
 def _cell(name: str, value: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from stepsight.dataset.base.errors import CollectError, JobError
 from stepsight.dataset.hardware.hardware import Hardware, find_hardware, roofline_seconds, usual_fabric
 from stepsight.dataset.harness.base.errors import HarnessError
-from stepsight.dataset.harness.plan import SCHEMA, check_plan
+from stepsight.dataset.harness.plan.plan_checks import SCHEMA, check_plan
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.demo.demo import sized_job

@@ -18,7 +18,7 @@ from stepsight.dataset.capture.captured import Captured
 from stepsight.dataset.capture.record_graph import COMPOSITE, CapturedRank
 from stepsight.dataset.graph.program import OP
 from stepsight.dataset.hardware.hardware import HARDWARE, Hardware, roofline_seconds
-from stepsight.dataset.harness.plan import MOST_CPU, SCHEMA, check_plan
+from stepsight.dataset.harness.plan.plan_checks import MOST_CPU, SCHEMA, check_plan
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.run_folder import check_events, read_collection

@@ -23,7 +23,7 @@ from stepsight.dataset.hardware.hardware import alpha_beta_seconds
 from stepsight.dataset.hardware.hardware_facts import Fabric
 from stepsight.dataset.harness.base.atomic_files import locked
 from stepsight.dataset.harness.base.errors import HarnessError
-from stepsight.dataset.harness.plan import SCHEMA, check_plan
+from stepsight.dataset.harness.plan.plan_checks import SCHEMA, check_plan
 from stepsight.dataset.harness.running.progress import Progress
 from stepsight.dataset.harness.scripts.launch import Ranks, run_ranks
 from stepsight.dataset.kinds import COLLECTIVE_KINDS

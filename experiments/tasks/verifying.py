@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.base.errors import CollectError, JobError
 from stepsight.dataset.base.files import read_json
-from stepsight.dataset.harness.plan import MOST_CPU
+from stepsight.dataset.harness.plan.plan_checks import MOST_CPU
 from stepsight.dataset.job.job import BatchSpec, Job, ParallelSpec
 from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.runs.run_manifest import Box, RunManifest

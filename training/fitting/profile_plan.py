@@ -18,7 +18,7 @@ import numpy as np
 
 from stepsight.dataset.base.errors import CollectError, StepsightError
 from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
-from stepsight.dataset.harness.plan import SCHEMA, check_plan
+from stepsight.dataset.harness.plan.plan_checks import SCHEMA, check_plan
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import MODELS
 from stepsight.dataset.kinds.op import Op

@@ -21,7 +21,7 @@ from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, alpha_beta_seconds, find_hardware
 from stepsight.dataset.harness.base.errors import HarnessError
-from stepsight.dataset.harness.plan import SCHEMA, WRITTEN, check_plan, job_problems
+from stepsight.dataset.harness.plan.plan_checks import SCHEMA, WRITTEN, check_plan, job_problems
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_manifest import Box, RunManifest

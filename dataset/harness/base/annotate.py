@@ -41,13 +41,7 @@ from .collective_calls import WRAPPED
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-
-
 Span = tuple[str, int, int, float, float]  # label, stage, micro-batch (-1: none), start and end in monotonic seconds
-
-
-class _State(threading.local):
-    inside = False  # within a wrapped call: c10d functions call each other
 
 
 class _Recorder:
@@ -59,9 +53,10 @@ class _Recorder:
         self.sequence = Counter[str]()
         self.pending: dict[int, tuple[Any, str]] = {}  # by id of a work: it, kept alive, and its wait
         self.spans: list[Span] | None = None
+        self.inside = threading.local()  # a ``call``: c10d functions call each other
 
 
-_recorder, _state = _Recorder(), _State()
+_recorder = _Recorder()
 
 
 @contextmanager
@@ -133,7 +128,7 @@ def stood_in(
     """The collective of an emulated rank; if no wrapped call encloses it (DDP's from C++), all of its facts."""
     if not _recorder.active:
         return _NOTHING
-    if _state.inside:
+    if hasattr(_recorder.inside, "call"):
         return torch.profiler.record_function(f"stepsight::modelled seconds={seconds:.9f}")
     words = f"kind={kind} num_bytes={num_bytes} ranks={','.join(map(str, ranks))}"
     words += f" group={_recorder.group_names.get(group_name, 'world')} async=1 seconds={seconds:.9f}"
@@ -165,7 +160,7 @@ def _wrap(original: Callable[..., Any], kind: str, tensor: str, direction: str) 
 
     @wraps(original)
     def annotated(*args: Any, **kwargs: Any) -> Any:
-        if not _recorder.active or _state.inside:
+        if not _recorder.active or hasattr(_recorder.inside, "call"):
             return original(*args, **kwargs)
         called = {**dict(zip(names, args, strict=False)), **kwargs}
         group: dist.ProcessGroup = called.get("group") or c10d._get_default_group()
@@ -177,17 +172,16 @@ def _wrap(original: Callable[..., Any], kind: str, tensor: str, direction: str) 
             members = [dist.get_rank(), members[called[f"group_{end}"]] if peer is None else peer]
         ranks = ",".join(map(str, members if direction != "recv" else members[::-1]))
         name = _recorder.group_names.get(group.group_name, "world")
-        seq = _recorder.sequence[name]
+        seq, is_async = _recorder.sequence[name], int(bool(direction or called.get("async_op")))
         _recorder.sequence[name] += 1
-        is_async = 1 if direction or called.get("async_op") else 0
         words = f"kind={kind} num_bytes={num_bytes} ranks={ranks} group={name} seq={seq} async={is_async}"
         words += f" direction={direction}" if direction else ""
-        _state.inside = True
+        _recorder.inside.call = kind
         try:
             with torch.profiler.record_function(f"stepsight::collective {words}"):
                 work = original(*args, **kwargs)
         finally:
-            _state.inside = False
+            del _recorder.inside.call
         if work is not None and is_async:
             _recorder.pending[id(work)] = (work, f"stepsight::wait seq={seq} group={name}")
         return work

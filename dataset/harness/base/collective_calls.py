@@ -42,15 +42,12 @@ class Buffers(NamedTuple):
 
 
 class CollectiveCall(NamedTuple):
-    """One kind of collective; ``wrapped`` are the c10d functions that are one.
-
-    Of each the name of the parameter with the full buffer, and the direction of a message (empty: it is none).
-    """
+    """One kind of collective."""
 
     run: Callable[[Buffers], object]  # runs it once
+    # c10d functions that are one: of each the parameter with the full buffer, and the direction of a message, or ""
     wrapped: Mapping[str, tuple[str, str]]
-    group_size: int = 0  # the only size of a group that it has; 0: any
-    messages: int = 0  # how many messages follow each other in one run. 0: it is no message
+    messages: int = 0  # between two ranks, that follow each other in one run. 0: it is no message
 
 
 def _there_and_back(b: Buffers) -> None:
@@ -80,9 +77,7 @@ CALLS: Mapping[str, CollectiveCall] = MappingProxyType(
         "broadcast": CollectiveCall(
             lambda b: dist.broadcast(b.full, b.ranks[0], group=b.group), {"broadcast": ("tensor", "")}
         ),
-        "send_recv": CollectiveCall(
-            _there_and_back, {"isend": ("tensor", "send"), "irecv": ("tensor", "recv")}, group_size=2, messages=2
-        ),
+        "send_recv": CollectiveCall(_there_and_back, {"isend": ("tensor", "send"), "irecv": ("tensor", "recv")}, 2),
     }
 )
 
@@ -94,12 +89,11 @@ WRAPPED: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 
 def collective_call(kind: str, group_size: int) -> CollectiveCall:
     """How a kind is run in a group; refused if the harness has no such collective, or not in a group of that size."""
-    call = CALLS.get(kind)
-    if call is None:
+    if kind not in CALLS:
         raise HarnessError(f"collective kind must be one of {', '.join(CALLS)}, got {kind!r}")
-    if call.group_size not in (0, group_size):
-        raise HarnessError(f"a {kind} has group_size {call.group_size}, got {group_size}")
-    return call
+    if CALLS[kind].messages and group_size != 2:
+        raise HarnessError(f"a {kind} has group_size 2, got {group_size}")
+    return CALLS[kind]
 
 
 def buffers(num_bytes: int, ranks: list[int], group: Any, size: int, device: torch.device) -> Buffers:

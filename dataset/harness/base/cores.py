@@ -60,8 +60,7 @@ def may_hurry() -> bool:
 
 
 def hurry_communication() -> None:
-    """Have threads that communicate run in real time from now on, where that is allowed: many ranks share a core in a
-    box, and they must not wait for each other's turns to end.
+    """Have threads that communicate run in real time from now on, where that is allowed, as many ranks share a core.
 
     Not so the thread that computes: gloo's calls may spin for a moment, which in real time would keep the kernel from
     moving the very packets that it waits for.

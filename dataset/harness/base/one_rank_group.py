@@ -59,8 +59,6 @@ class OneRankGroup(_Base):  # type: ignore[misc]
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         return self._in_place("all_reduce", tensors, self._on_sum, opts)
 
-    allreduce_coalesced = allreduce
-
     def broadcast(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
         return self._in_place("broadcast", tensors, self._on_broadcast, opts)
 
@@ -81,8 +79,6 @@ class OneRankGroup(_Base):  # type: ignore[misc]
         given, lists = listed(inputs), outputs if isinstance(outputs[0], list) else [outputs]
         flat = [part for parts in lists for part in parts]
         return self._issue(Call(LISTS, flat, given, flat, _each(self._gather, lists, given), blocking(opts)))
-
-    allgather_coalesced = allgather
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         if outputs:
@@ -120,6 +116,7 @@ class OneRankGroup(_Base):  # type: ignore[misc]
         full = max(inputs, outputs, key=total_bytes)
         return self._issue(Call("all_to_all", full, inputs, outputs, effect, blocking(opts)))
 
+    allreduce_coalesced, allgather_coalesced = allreduce, allgather
     all_gather_single_coalesced, reduce_scatter_single_coalesced = all_gather_single, reduce_scatter_single
     # Names until torch 2.12
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
@@ -127,16 +124,12 @@ class OneRankGroup(_Base):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
-        return self._message("send", listed(tensors), peer)
+        effect = self._on_message("send", own := listed(tensors), peer)
+        return self._issue(Call("send_recv", own, own, [], effect, direction="send", peer=peer))
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> Any:
-        return self._message("recv", listed(tensors), peer)
-
-    def _message(self, direction: str, tensors: list[Tensor], peer: int) -> Any:
-        """A message to (``send``) or from (``recv``) a rank of the group."""
-        reads, writes = (tensors, []) if direction == "send" else ([], tensors)
-        effect = self._on_message(direction, tensors, peer)
-        return self._issue(Call("send_recv", tensors, reads, writes, effect, direction=direction, peer=peer))
+        effect = self._on_message("recv", own := listed(tensors), peer)
+        return self._issue(Call("send_recv", own, [], own, effect, direction="recv", peer=peer))
 
     _on_sum: Any = None  # what becomes of each tensor, with the options of the call
     _on_reduce = _on_broadcast = _on_sum

@@ -31,7 +31,7 @@ from ..base.collective_calls import STAND_IN
 from ..base.errors import HarnessError
 from ..base.one_rank_group import LISTS, Call, Effect, OneRankGroup, listed
 from ..models.parallel import end_groups
-from ..plan import world_size
+from ..plan.plan_checks import world_size
 from .clocks import DeviceLine, HostClock, HostLine, Peers, SharedLine, Spinner, ended
 
 Delay = Callable[[str, int, int, int], float]  # seconds of a collective by kind, bytes, group size and ranks per node

@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..base import annotate, cores
 from ..base.collective_calls import Group, all_gather, reduce_scatter
 from ..ops import composite
-from ..plan import num_micro_batches, world_size
+from ..plan.plan_checks import num_micro_batches, world_size
 from .torch_parts import CrossEntropy
 from .transformer import Stage, shape_of, token_rows
 

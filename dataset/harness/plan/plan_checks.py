@@ -1,4 +1,22 @@
-"""The rules of a whole plan: its options, what the harness and a cluster in a box can run, and what is measured."""
+"""The rules of plans: what to run and what to measure, checked before anything starts; standard library only.
+
+A plan is a JSON object::
+
+    {"schema": 1,
+     "runs": [{"name", "role", "job": {model, parallel, batch, cluster}, "rounds": 3, "steps": 4, "warmup": 2,
+               "profile_steps": 2, "stand_in": {"rank", "collectives"},        # optional: see plan_checks
+               "table": CSV}],                     # of a schedule that torch has no class for
+     "events": [{"name", "world_size", "ops": [{kind, dims, dtype}], "collectives": [{kind, num_bytes, group_size,
+                 ranks_per_node}], "seconds": 20}],
+     "device": "auto",                                  # optional: cpu, cuda
+     "compile": false,                                  # optional: composite ops by torch.compile
+     "box": {"nodes", "ranks_per_node", "mbits_per_s": [rate of each node's link], "latency_ms": [...]}}   # optional
+
+A plan with ``box`` is for a cluster in a box (``latency_ms`` is optional).  Each of its runs also has ``sleeps`` (see
+``models.sleeping``), because its ranks sleep instead of computing.
+
+A job is what ``stepsight.dataset.job.job.Job.to_dict`` writes, with every key filled in.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +40,9 @@ def check_plan(plan: Any) -> dict[str, Any]:
     if not isinstance(plan, dict) or plan.get("schema") != SCHEMA:
         got = plan.get("schema") if isinstance(plan, dict) else type(plan).__name__
         raise HarnessError(f"a plan is a JSON object with schema = {SCHEMA}, got {got!r:.80}")
-    if unknown := sorted(set(plan) - {"schema", "runs", "events", "device", "compile", "box", "extra_seconds"}):
-        known = "schema, runs, events, device, compile, box and extra_seconds"
-        raise HarnessError(f"a plan has the keys {known}, got also {', '.join(unknown)}")
+    known = ("schema", "runs", "events", "device", "compile", "box", "extra_seconds")
+    if unknown := sorted(set(plan) - set(known)):
+        raise HarnessError(f"a plan has the keys {', '.join(known)}, got also {', '.join(unknown)}")
     boxed = "box" in plan
     if boxed and (problems := box_problems(plan["box"])):
         raise HarnessError("; ".join(problems))
@@ -46,9 +64,9 @@ def check_plan(plan: Any) -> dict[str, Any]:
         problems += [f"events {event.get('name')!r:.80}: {text}" for text in _event_problems(event)]
         if boxed and event.get("world_size") != ranks:
             problems.append(f"a box holds events of {ranks} ranks, got world_size {event.get('world_size')!r:.80}")
-    for names in ([run.get("name") for run in runs], [event.get("name") for event in events]):
-        twice = sorted(name for name, count in Counter(map(str, names)).items() if count > 1)
-        problems += [f"names must be unique, got {name!r:.80} twice" for name in twice]
+    for items in (runs, events):
+        names = Counter(str(item.get("name")) for item in items)
+        problems += [f"names must be unique, got {name!r:.80} twice" for name in sorted(names) if names[name] > 1]
     if problems:
         raise HarnessError("; ".join(problems))
     checked = {"schema": SCHEMA, "runs": [{**OPTIONS, **run} for run in runs], "events": events, "device": device}
@@ -118,9 +136,10 @@ def box_problems(box: Any) -> list[str]:
     return problems
 
 
-_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+_KINDS = (*_COLLECTIVES, "send_recv")
 _SIZES = ("num_bytes", "group_size", "ranks_per_node")
-_MOST_S = 3600.0  # a longer delay is a typing mistake
+_MOST_S = 3600.0  # a longer delay, or sleep for one op, is a typing mistake
 
 
 def _stand_in_problems(stand_in: Any, ranks: int) -> list[str]:
@@ -128,26 +147,23 @@ def _stand_in_problems(stand_in: Any, ranks: int) -> list[str]:
     if not has_keys(stand_in, "rank", "collectives"):
         got = sorted(stand_in) if isinstance(stand_in, dict) else stand_in
         return [f"stand_in is a table of rank and collectives, got {got!r:.80}"]
-    rank, rows = stand_in["rank"], stand_in["collectives"]
-    problems, of = [], "of a stand-in's collective"
-    if not is_of(rank, int) or not 0 <= rank < ranks:
-        problems.append(f"stand_in.rank must be one of the job's {ranks} ranks, got {rank!r:.80}")
-    if ranks < 2:
-        problems.append(f"a stand-in is for a job of at least 2 ranks, got {ranks}")
+    rank, rows, rules, of = stand_in["rank"], stand_in["collectives"], Rules(), "of a stand-in's collective"
+    is_rank = is_of(rank, int) and 0 <= rank < ranks
+    rules.require(is_rank, f"stand_in.rank must be one of the job's {ranks} ranks, got {rank!r:.80}")
+    rules.require(ranks >= 2, f"a stand-in is for a job of at least 2 ranks, got {ranks}")
     if not isinstance(rows, list):
-        return [*problems, f"stand_in.collectives must be a list, got {rows!r:.80}"]
+        return [*rules, f"stand_in.collectives must be a list, got {rows!r:.80}"]
     for row in rows:
         if not has_keys(row, "kind", *_SIZES, "seconds"):
-            problems.append(f"a collective of a stand-in has kind, {', '.join(_SIZES)} and seconds, got {row!r:.120}")
+            rules.append(f"a collective of a stand-in has kind, {', '.join(_SIZES)} and seconds, got {row!r:.120}")
             continue
-        if row["kind"] not in _KINDS:
-            problems.append(f"kind {of} must be one of {', '.join(_KINDS)}, got {row['kind']!r:.80}")
+        kind, seconds = row["kind"], row["seconds"]
+        rules.require(kind in _KINDS, f"kind {of} must be one of {', '.join(_KINDS)}, got {kind!r:.80}")
         for name in _SIZES:
-            problems += number_problems(f"{name} {of}", row[name], 1, MOST)
-        if not is_of(row["seconds"], float) or not 0 < row["seconds"] <= _MOST_S:
-            rule = f"must be a number > 0 and at most {_MOST_S:g}"
-            problems.append(f"seconds {of} {rule}, got {row['seconds']!r:.80}")
-    return problems
+            rules += number_problems(f"{name} {of}", row[name], 1, MOST)
+        timed, rule = is_of(seconds, float) and 0 < seconds <= _MOST_S, f"must be a number > 0 and at most {_MOST_S:g}"
+        rules.require(timed, f"seconds {of} {rule}, got {seconds!r:.80}")
+    return rules
 
 
 MOST = 2**48  # a larger number is a typing mistake
@@ -239,6 +255,7 @@ def world_sizes(plan: dict[str, Any]) -> list[int]:
 _SPLIT = ("1f1b", "looped-bfs", "interleaved-zb", "zbv", "dualpipev")  # schedules with several parts in a stage
 WRITTEN = ("zb-h1",)  # schedules that torch has no class for: a run of a plan has their table
 _WHOLE = ("gpipe", "1f1b", *WRITTEN)
+_PARALLEL = ("dp", "zero_stage", "schedule", "virtual_stages", "pp", "sequence_parallel")
 
 
 def job_problems(job: Any, *, boxed: bool = False) -> list[str]:
@@ -265,11 +282,10 @@ def job_problems(job: Any, *, boxed: bool = False) -> list[str]:
     rules.require(pp == 1 or not model["tied_embeddings"], f"{who} ties {tied}")
     enough = pp == 1 or parallel["schedule"] != "1f1b" or count >= pp
     rules.require(enough, f"schedule 1f1b needs as many micro-batches as stages, got {count} < {pp}")
-    if boxed:
-        zero = parallel["zero_stage"]
-        rules.require(zero == 0 or pp == 1, f"in a box zero_stage 3 runs without a pipeline, got pp = {pp}")
-    else:
+    if not boxed:
         _check_computed(rules, job, count)
+    elif parallel["zero_stage"] and pp > 1:
+        rules.append(f"in a box zero_stage 3 runs without a pipeline, got pp = {pp}")
     for table, only in limits["only"].items():
         for key, wanted in only.items():
             value = job.get(table, {}).get(key, wanted)
@@ -281,9 +297,8 @@ def job_problems(job: Any, *, boxed: bool = False) -> list[str]:
 def _check_computed(rules: Rules, job: dict[str, Any], count: int) -> None:
     """Check what ranks that compute need, with that many micro-batches."""
     model, parallel, precision = job["model"], job["parallel"], job["batch"]["precision"]
-    head_dim, dp, zero = model["hidden"] // model["heads"], parallel["dp"], parallel["zero_stage"]
-    name, chunks, pp = parallel["schedule"], parallel["virtual_stages"], parallel["pp"]
-    wanted, sequence, runs = model.get("head_dim", 0), parallel["sequence_parallel"], "the harness runs"
+    head_dim, wanted, runs = model["hidden"] // model["heads"], model.get("head_dim", 0), "the harness runs"
+    dp, zero, name, chunks, pp, sequence = (parallel[key] for key in _PARALLEL)
     overlaps, engine = parallel.get("overlap_grad_reduce", True), job.get("execution", {}).get("engine")
     rules.require(wanted in (0, head_dim), f"{runs} head_dim = hidden / heads = {head_dim}, got {wanted!r:.80}")
     rule = 'mixed precision runs as in PyTorch: execution.engine = "eager-pytorch" must say so'
@@ -323,9 +338,7 @@ def _check_computed(rules: Rules, job: dict[str, Any], count: int) -> None:
 
 
 _SLEEPS = {"parts", "blocks", "root", "boundary_numel", "optimizer", "paces", "table"}  # the keys of ``sleeps``
-_LONGEST_SLEEP_S = 3600  # of one op; a longer one is a typing mistake
 _DTYPES = ("fp32", "bf16", "fp16")
-_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 _ITEMS = ("forward", "backward", "weight")  # of a step
 
 
@@ -379,7 +392,7 @@ def _is_item(item: Any, tp: int = 1) -> bool:
     """Whether an item is ``["op", kind, dims, dtype, seconds]``, or ``["tp", kind, bytes]`` if ``tp`` > 1."""
     match item:
         case ["op", kind, dims, dtype, seconds]:
-            timed = is_of(seconds, float) and 0 <= seconds <= _LONGEST_SLEEP_S
+            timed = is_of(seconds, float) and 0 <= seconds <= _MOST_S
             return timed and is_of(kind, str) and are_sizes(dims) and dtype in _DTYPES
         case ["tp", kind, num_bytes]:
             return tp > 1 and kind in _COLLECTIVES and are_sizes([num_bytes])

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import plan as plans
 from ..base import annotate, cores
 from ..base.atomic_files import new_folder, write_json
 from ..base.collective_calls import barrier, gather
@@ -31,6 +30,7 @@ from ..measuring.timing import noted_steps, profiled_steps, timed_steps
 from ..models.parallel import ParallelTraining, Training, end_groups
 from ..models.sleeping import WARM_UP_PACE, SleepingTraining
 from ..ops.composite import enable_compiling
+from ..plan import plan_checks as plans
 from .progress import ROUND_UNITS, is_done, least_certain, read_rounds, rounds_path
 from .workers import join
 

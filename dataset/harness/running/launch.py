@@ -20,10 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .. import plan as plans
 from ..base import cores
 from ..base.atomic_files import locked, read_json, write_json
 from ..base.errors import HarnessError
+from ..plan import plan_checks as plans
 from .box import check_possible
 from .progress import ROUND_UNITS, Progress, is_done, read_rounds
 from .workers import how_ended, places, run_module

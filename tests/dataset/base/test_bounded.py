@@ -228,10 +228,10 @@ def test_it_states_what_pyarrow_finds(options: dict[str, object]) -> None:
     found = pq.ParquetFile(io.BytesIO(data)).metadata
     groups = [found.row_group(index) for index in range(found.num_row_groups)]
     columns = [group.column(index) for group in groups for index in range(group.num_columns)]
-    stated = read_footer(io.BytesIO(data))
-    assert stated.num_rows == 150 == found.num_rows
-    assert stated.num_values == sum(column.num_values for column in columns)
-    assert stated.num_bytes == sum(column.total_uncompressed_size for column in columns)
+    num_rows, num_values, num_bytes = read_footer(io.BytesIO(data))
+    assert num_rows == 150 == found.num_rows
+    assert num_values == sum(column.num_values for column in columns)
+    assert num_bytes == sum(column.total_uncompressed_size for column in columns)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import harness_jobs as jobs
 import pytest
 
 from stepsight.dataset.harness.base.errors import HarnessError
-from stepsight.dataset.harness.plan import check_plan, num_micro_batches, world_sizes
+from stepsight.dataset.harness.plan.plan_checks import check_plan, num_micro_batches, world_sizes
 from stepsight.dataset.job.job import Job
 
 EVENTS = {

@@ -8,7 +8,7 @@ import pytest
 
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.hardware.hardware import Hardware, find_hardware, roofline_seconds
-from stepsight.dataset.harness.plan import check_plan
+from stepsight.dataset.harness.plan.plan_checks import check_plan
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.studies.one_gpu_plans import (

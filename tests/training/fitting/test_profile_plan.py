@@ -8,7 +8,7 @@ import pytest
 
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.hardware.hardware import find_hardware
-from stepsight.dataset.harness.plan import check_plan
+from stepsight.dataset.harness.plan.plan_checks import check_plan
 from stepsight.training.fitting import profile_plan as planning
 from stepsight.training.predictor.predictor import teacher_of
 

@@ -15,7 +15,7 @@ from stepsight.dataset.base.errors import CollectError, TraceError
 from stepsight.dataset.graph.program import Program, ProgramBuilder
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.hardware.hardware import Hardware, alpha_beta_seconds, find_fabric
-from stepsight.dataset.harness.plan import check_plan
+from stepsight.dataset.harness.plan.plan_checks import check_plan
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_manifest import RunManifest

@@ -11,7 +11,7 @@ import torch
 from stepsight.dataset.harness.base.errors import HarnessError
 from stepsight.dataset.harness.emulation.clocks import TELLING_S, HostLine, Stream, VirtualClock, ended, followed
 from stepsight.dataset.harness.emulation.stand_in import table_of_delays
-from stepsight.dataset.harness.plan import check_plan, ranks_needed, world_sizes
+from stepsight.dataset.harness.plan.plan_checks import check_plan, ranks_needed, world_sizes
 
 HOST = 0.05  # what this test itself may compute
 

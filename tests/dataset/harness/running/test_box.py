@@ -17,7 +17,7 @@ import pytest
 
 from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.harness.base.errors import HarnessError
-from stepsight.dataset.harness.plan import MOST_CPU, check_plan
+from stepsight.dataset.harness.plan.plan_checks import MOST_CPU, check_plan
 from stepsight.dataset.harness.running import box as boxes
 from stepsight.dataset.harness.running import launch
 from stepsight.dataset.harness.running.box import check_possible

@@ -20,7 +20,7 @@ import harness_jobs as jobs
 import pytest
 
 from stepsight.dataset import harness
-from stepsight.dataset.harness.plan import check_plan
+from stepsight.dataset.harness.plan.plan_checks import check_plan
 from stepsight.dataset.harness.running import launch
 from stepsight.dataset.harness.running.launch import HarnessError, collect, main
 

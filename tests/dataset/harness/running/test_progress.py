@@ -10,7 +10,7 @@ import harness_jobs as jobs
 import pytest
 
 from stepsight.dataset.harness.base.atomic_files import write_json
-from stepsight.dataset.harness.plan import check_plan
+from stepsight.dataset.harness.plan.plan_checks import check_plan
 from stepsight.dataset.harness.running.launch import collect
 from stepsight.dataset.harness.running.progress import (
     CERTAIN,
