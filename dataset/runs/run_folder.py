@@ -86,18 +86,20 @@ def read_collection(folder: Path) -> Collection:
     imported = tuple(path for path in folders if is_imported(path))
     runs = tuple(read_manifest(path) for path in folders if path not in imported)
     events = tuple(path for path in _entries(folder / "events") if path.suffix == ".json")
+    there = {"runs": {manifest.name for manifest in runs}, "events": {path.stem for path in events}}
     try:
-        planned, planned_events = (
-            [typed(typed(entry, dict, f"one of {key}").get("name"), str, "name") for entry in plan.get(key, ())]
-            for key in ("runs", "events")
+        absent, absent_events = (
+            tuple(name for entry in plan.get(key, ()) if (name := _planned_name(entry, key)) not in names)
+            for key, names in there.items()
         )
     except (TypeError, ValueError) as error:
         rule = f"a plan must hold lists of runs and events with names: {error}"
         raise TraceError(f"{rule} in {folder / 'plan.json'}") from None
-    there, there_events = {manifest.name for manifest in runs}, {path.stem for path in events}
-    absent = tuple(name for name in planned if name not in there)
-    absent_events = tuple(name for name in planned_events if name not in there_events)
     return Collection(folder, runs, absent, events, absent_events, imported)
+
+
+def _planned_name(entry: Any, key: str) -> str:
+    return typed(typed(entry, dict, f"one of {key}").get("name"), str, "name")
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -176,7 +178,7 @@ def write_imported(
     if not name:
         stem = re.sub(r"(\.pt)?(\.trace)?(\.json)?(\.gz)?$", "", sources[0].name)
         stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.")[:60] or "trace"
-        name = f"{stem}-{digest(*map(_file_digest, sources))[:8]}"
+        name = f"{stem}-{digest(*(_sha256(source) for source in sources))[:8]}"
     folder = Path(collection) / "runs" / name
     ranks = {graph.rank: f"rank{graph.rank}" for graph in graphs}
     names, hardware = tuple(path.name for path in sources), graphs[0].device_name
@@ -189,7 +191,7 @@ def write_imported(
     return run
 
 
-def _file_digest(path: Path) -> str:
+def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -237,12 +239,10 @@ def traced_run(trace: Trace) -> TracedRun:
 
 
 FACTS = {  # fields of ``Hardware`` that may be measured: least and most
-    "memory_bandwidth_bytes_per_s": (1.0, 1e18),
-    "memory_bytes": (1.0, 1e18),
+    **dict.fromkeys(("memory_bandwidth_bytes_per_s", "memory_bytes"), (1.0, 1e18)),
     "comm_compute_share": (0.0, 1.0),
     "op_latency_s": (0.0, 1e3),
-    "compute_efficiency": (1e-6, 1.0),
-    "memory_efficiency": (1e-6, 1.0),
+    **dict.fromkeys(("compute_efficiency", "memory_efficiency"), (1e-6, 1.0)),
 }
 PEAKS = "peak_flops"  # the fact that is a table by dtype
 
@@ -263,13 +263,9 @@ class EventFile:
     device: str = ""  # that measured it, ``cpu`` or as drivers name it; "" if the file does not say it
 
 
-def read_event_file(path: Path) -> EventFile:
-    """Read and check an event file."""
-    return check_events(read_object(path), path)
-
-
-def check_events(tree: dict[str, Any], path: Path) -> EventFile:
-    """What an event file holds; raises ``TraceError`` if it is none."""
+def read_event_file(path: Path, tree: dict[str, Any] | None = None) -> EventFile:
+    """What an event file holds (``tree``, if it is read already); raises ``TraceError`` if it is none."""
+    tree = read_object(path) if tree is None else tree
     if tree.get("schema") != SCHEMA:
         raise TraceError(f"an event file must have schema = {SCHEMA}, got {tree.get('schema')!r:.80} in {path}")
     try:

@@ -135,9 +135,8 @@ def _check_manifest(manifest: RunManifest, path: Path) -> None:
             (held == devices, f"a box must have the job's ranks, got {held} != {devices}"),
             (not ranks or (len(ranks) == world and ranks == list(range(len(ranks)))), told),
         ]
-    for kept, rule in rules:
-        if not kept:
-            raise TraceError(f"{rule} in {path}")
+    if broken := next((rule for kept, rule in rules if not kept), ""):
+        raise TraceError(f"{broken} in {path}")
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -218,14 +217,10 @@ class Box(Saved):
 
     def holds(self, job: Job) -> Job:
         """The job on this box: the devices are the box's ranks, which sleep as long as ``HARDWARE`` would compute."""
-        fastest = max(self.mbits_per_s)
-        rates = enumerate(self.mbits_per_s)
+        fastest, rates = max(self.mbits_per_s), enumerate(self.mbits_per_s)
         slow = tuple(SlowLink(node=node, slowdown=fastest / rate) for node, rate in rates if rate < fastest)
-        cluster = replace(
-            job.cluster, hardware=HARDWARE, nodes=self.nodes, devices_per_node=self.ranks_per_node,
-            fabric=self.fabric, slow_links=slow,
-        )  # fmt: skip
-        return replace(job, cluster=cluster)
+        facts: dict[str, Any] = {"nodes": self.nodes, "devices_per_node": self.ranks_per_node, "slow_links": slow}
+        return replace(job, cluster=replace(job.cluster, hardware=HARDWARE, fabric=self.fabric, **facts))
 
 
 def read_box(text: str) -> Box:
@@ -240,9 +235,8 @@ def read_box(text: str) -> Box:
         return Box(nodes, ranks, (rate,) * min(nodes, 10_000))
     path = Path(text)
     if path.suffix != ".toml":
-        raise JobError(
-            f"a box is nodes x ranks per node @ link rate, as in 4x1@200mbit, or a .toml file, got {text!r:.80}"
-        )
+        rule = "a box is nodes x ranks per node @ link rate, as in 4x1@200mbit, or a .toml file"
+        raise JobError(f"{rule}, got {text!r:.80}")
     table = read_document(path, f"box {path}")
     for key in ("mbits_per_s", "latency_ms"):
         number = table.get(key)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -73,23 +73,11 @@ class Trace:
             program = shared.setdefault(program.digest_key, program)
             wait = float(trace.wait_s[nodes].sum() + trace.tail_s[index])
             compute = float(slots[nodes][trace.is_compute[nodes]].sum())
-            yield TracedSegment(
-                program=program,
-                slot_s=slots[nodes],
-                label=span.label,
-                rank=trace.rank,
-                busy=self.manifest.busy,
-                run=self.manifest.name,
-                step=span.step,
-                micro_batch=span.micro_batch,
-                stage=span.stage,
-                launch_s=trace.launch_s[nodes],
-                launch_events=trace.launch_events[nodes],
-                wait_s=wait,
-                span_s=compute + wait,
-                start_s=trace.start_s[nodes],
-                end_s=trace.start_s[nodes] + trace.duration_s[nodes],
-            )
+            facts: dict[str, Any] = {name: getattr(span, name) for name in ("label", "step", "micro_batch", "stage")}
+            facts |= {name: getattr(trace, name)[nodes] for name in ("launch_s", "launch_events", "start_s")}
+            facts |= {"rank": trace.rank, "busy": self.manifest.busy, "run": self.manifest.name}
+            facts |= {"wait_s": wait, "span_s": compute + wait, "end_s": facts["start_s"] + trace.duration_s[nodes]}
+            yield TracedSegment(program=program, slot_s=slots[nodes], **facts)
 
 
 # Bounds and prior of the cost of one recorded call.
@@ -110,14 +98,12 @@ def profiling_correction(iteration_s: float, profiled_s: float, num_events: floa
     ``waited_share``: part of it spent waiting for other ranks.  Such time varies on its own account, so the two steps
     then say little about the profiler: the usual cost is assumed in that measure.
     """
-    trust = min(max(1.0 - waited_share, 0.0), 1.0)
-    if num_events <= 0:
-        return Correction(0.0, min(max(iteration_s / profiled_s, 1.0 - MOST_DRIFT), 1.0 + MOST_DRIFT) ** trust)
-    seen = min(max((iteration_s - profiled_s) / -num_events, LEAST_PER_EVENT_S), MOST_PER_EVENT_S)
-    per_event = trust * seen + (1.0 - trust) * USUAL_PER_EVENT_S
+    trust, per_event = min(max(1.0 - waited_share, 0.0), 1.0), 0.0
+    if num_events > 0:
+        seen = min(max((iteration_s - profiled_s) / -num_events, LEAST_PER_EVENT_S), MOST_PER_EVENT_S)
+        per_event = trust * seen + (1.0 - trust) * USUAL_PER_EVENT_S
     rest = max(profiled_s - per_event * num_events, 1e-3 * profiled_s)
-    drift = min(max(iteration_s / rest, 1.0 - MOST_DRIFT), 1.0 + MOST_DRIFT)
-    return Correction(per_event, drift**trust)
+    return Correction(per_event, min(max(iteration_s / rest, 1.0 - MOST_DRIFT), 1.0 + MOST_DRIFT) ** trust)
 
 
 def without_overhead(seconds: Floats, num_events: Floats, per_event_s: float, floor: float = 0.1) -> Floats:

@@ -21,7 +21,7 @@ from stepsight.dataset.hardware.hardware import HARDWARE, Hardware, roofline_sec
 from stepsight.dataset.harness.plan.plan_checks import MOST_CPU, SCHEMA, check_plan
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
-from stepsight.dataset.runs.run_folder import check_events, read_collection
+from stepsight.dataset.runs.run_folder import read_collection, read_event_file
 from stepsight.dataset.runs.run_manifest import HARDWARE as BOX_HARDWARE
 from stepsight.dataset.runs.run_manifest import Box, read_object
 from stepsight.experiments.reports.run_texts import describe_collection
@@ -141,7 +141,7 @@ def reuse_events(plan: dict[str, Any], folders: Sequence[Path], out: Path) -> in
     asked, files = _count(plan["events"]), {}
     for number, path in enumerate(path for folder in folders for path in read_collection(folder).events):
         told = read_object(path)
-        check_events(told, path)  # a damaged file is refused here, before anything is measured
+        read_event_file(path, told)  # a damaged file is refused here, before anything is measured
         own = told.get("fingerprint", {})
         if "box" in told or told.get("compile") or any(own.get(key) != machine[key] for key in machine):
             raise CollectError(f"--reuse takes events of this machine, outside of a box and uncompiled, got {path}")

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -46,10 +47,8 @@ def parse(line: str) -> Sample | None:
     words = [word.strip() for word in line.split(",")]
     named = zip(_FIELDS, words, strict=False)
     numbers = {name: float(word) for name, word in named if re.fullmatch(r"-?\d+(\.\d+)?", word)}  # else not supported
-    if not numbers:
-        return None
     mask = int(next((word for word in words[len(_FIELDS) :] if re.fullmatch(r"0x[\da-fA-F]+", word)), "0"), 16)
-    return Sample(numbers, tuple(name for bit, name in _REASON_NAMES.items() if mask & bit))
+    return Sample(numbers, tuple(name for bit, name in _REASON_NAMES.items() if mask & bit)) if numbers else None
 
 
 def summary(samples: Iterable[Sample]) -> dict[str, Any]:
@@ -97,13 +96,10 @@ class Watch:
         if not reasons and not ask(gpu, fields[0]):
             return
         command = [*_query(gpu, [*fields, *reasons]), "-lms", str(_EVERY_MS)]
-        try:
+        with suppress(OSError):
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **_PIPED)
-        except OSError:
-            return
-        assert self._process.stdout is not None
-        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
-        self._reader.start()
+            self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+            self._reader.start()
 
     def _read(self, lines: IO[str]) -> None:
         with lines:
@@ -135,9 +131,8 @@ malloc_trim: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim",
 
 def out_of_memory(error: RuntimeError) -> bool:
     """Return whether an error means that memory ran out, also in a library's own words."""
-    return isinstance(error, torch.OutOfMemoryError) or any(
-        words in str(error) for words in ("out of memory", "ALLOC_FAILED")
-    )
+    told = any(words in str(error) for words in ("out of memory", "ALLOC_FAILED"))
+    return told or isinstance(error, torch.OutOfMemoryError)
 
 
 def gpu_name(device: torch.device) -> str:

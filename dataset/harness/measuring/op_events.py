@@ -51,8 +51,8 @@ def measure_events(
     random.Random(0).shuffle(ops)  # ops of similar sizes are measured at different times
     # Collectives are measured before and after the ops, because their times drift more within seconds.
     known = {*DTYPES, *(name for name in hardware.get("peak_flops", ()) if name in NARROW)}
-    visits = _Visits(device, event["seconds"], len(ops) + 2 * len(collectives), sorted(dtypes & known))
-    visits.pause_s = _PAUSE_S if asleep else 0.0
+    items, pause_s = len(ops) + 2 * len(collectives), _PAUSE_S if asleep else 0.0
+    visits = _Visits(device, event["seconds"], items, sorted(dtypes & known), pause_s)
     records, skipped, earlier = list[dict[str, Any]](), list[dict[str, Any]](), list[list[float] | None]()
     for collective in collectives:
         try:
@@ -80,11 +80,10 @@ class _Visits:
     ``pause_s`` between samples of a collective lets links rest, as computation does in training.
     """
 
-    def __init__(self, device: torch.device, seconds: float, items: int, dtypes: Iterable[str]) -> None:
-        self._device, self._clock = device, Clock(device)
+    def __init__(self, device: torch.device, seconds: float, items: int, dtypes: Iterable[str], pause_s: float) -> None:
+        self._device, self._clock, self._pause_s = device, Clock(device), pause_s
         self._end, self._left = time.perf_counter() + seconds, items
         self._pools = {name: Pool(device, name) for name in dtypes}
-        self.pause_s = 0.0
 
     def _share(self) -> float:
         left = max(0.0, self._end - time.perf_counter()) / max(1, self._left)
@@ -92,7 +91,7 @@ class _Visits:
         return min(left, _MOST_SECONDS[self._device.type])
 
     def op(self, op: dict[str, Any]) -> dict[str, Any]:
-        """``samples``; on CUDA ``host_samples``, and for some calls on a CPU ``fresh_samples``."""
+        """``samples``, ``host_samples`` (none but on CUDA), and ``fresh_samples`` (of some calls on a CPU)."""
         share, dtype = self._share(), op["dtype"]
         if dtype not in self._pools:
             raise HarnessError(f"dtype must be one of {', '.join(sorted({*DTYPES, *self._pools}))}, got {dtype!r}")
@@ -103,12 +102,10 @@ class _Visits:
                 raise HarnessError(reason or "another rank could not run it")
             found = self._clock.samples(call, count, share)
             fresh = self._clock.fresh_samples(call, count) if call.fresh else []
-        others = {"host_samples": found.host, "fresh_samples": fresh}
-        return {"samples": found.device, **{name: samples for name, samples in others.items() if samples}}
+        return {"samples": found.device, "host_samples": found.host, "fresh_samples": fresh}
 
     def _warm(self, op: dict[str, Any]) -> tuple[Call | None, float, str]:
-        """The op once it has run twice, the second time's seconds, and what kept it from running (then there is no
-        call).
+        """The op once it has run twice, the second time's seconds, and what kept it from running, if there is no call.
 
         Where memory runs out, all pools make room and it is tried once more.
         """
@@ -145,7 +142,7 @@ class _Visits:
             first = self._clock(how.run, data) if member else 0.0
         samples: list[float] = []
         for _ in range(_repeats(first, share, _COLLECTIVE_REPEATS)):
-            time.sleep(self.pause_s)
+            time.sleep(self._pause_s)
             if member:
                 samples.append(self._clock(how.run, data) / max(how.messages, 1))
         return samples
@@ -199,8 +196,7 @@ def _merge(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
             samples = [max(column) for column in zip(*sampled, strict=True)]
         record |= {"seconds": statistics.median(samples), "min_seconds": min(samples), "repeats": len(samples)}
         for kind in ("host", "fresh"):
-            others = [sample for version in versions for sample in version.get(f"{kind}_samples", ())]
-            if others:
+            if others := [sample for version in versions for sample in version.get(f"{kind}_samples", ())]:
                 record[f"{kind}_seconds"] = statistics.median(others)
         merged.append(record)
     return merged

@@ -105,18 +105,17 @@ class StepTracer:
 
     def __init__(self, device: torch.device, steps: int, folder: Path, rank: int) -> None:
         self.left = steps + 1
-        self._names = {"kineto": f"rank{rank}.kineto.json", "et": f"rank{rank}.et.json"}
-        self._folder, self._clock = folder, StepClock(device)
-        on_gpu, options = device.type == "cuda", torch._C._profiler._ExperimentalConfig
-        config = options(enable_cuda_sync_events=True) if on_gpu else None
+        self._files = {name: folder / f"rank{rank}.{name}.json" for name in ("kineto", "et")}
+        self._clock, on_gpu = StepClock(device), device.type == "cuda"
+        options = torch._C._profiler._ExperimentalConfig
         self._observer = ExecutionTraceObserver()
-        self._observer.register_callback(str(folder / self._names["et"]))
+        self._observer.register_callback(str(self._files["et"]))
         self._profiler = Profiler(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
             schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
-            on_trace_ready=lambda p: p.export_chrome_trace(str(folder / self._names["kineto"])),
+            on_trace_ready=lambda p: p.export_chrome_trace(str(self._files["kineto"])),
             record_shapes=True,
-            experimental_config=config,
+            experimental_config=options(enable_cuda_sync_events=True) if on_gpu else None,
         )
         self._stack = ExitStack()
 
@@ -146,12 +145,11 @@ class StepTracer:
 
     def written(self) -> tuple[list[float], dict[str, str]]:
         """This rank's seconds of each step, and the traces' names in the folder, by format; after the block."""
-        for name in self._names.values():
-            path = self._folder / name
+        for path in self._files.values():
             with path.open("rb") as source, gzip.open(f"{path}.gz", "wb", compresslevel=6) as target:
                 shutil.copyfileobj(source, target, 2**20)
             path.unlink()
-        return self._clock.seconds()[2::2], {key: f"{name}.gz" for key, name in self._names.items()}
+        return self._clock.seconds()[2::2], {key: f"{path.name}.gz" for key, path in self._files.items()}
 
 
 class Profiler(profile):

@@ -247,11 +247,6 @@ def num_micro_batches(job: dict[str, Any]) -> int:
     return int(batch["global_batch"] // (batch["micro_batch"] * job["parallel"]["dp"]))
 
 
-def world_sizes(plan: dict[str, Any]) -> list[int]:
-    """Return every world size that a plan needs, smallest first."""
-    return sorted({ranks_needed(run) for run in plan["runs"]} | {e["world_size"] for e in plan["events"]})
-
-
 _SPLIT = ("1f1b", "looped-bfs", "interleaved-zb", "zbv", "dualpipev")  # schedules with several parts in a stage
 WRITTEN = ("zb-h1",)  # schedules that torch has no class for: a run of a plan has their table
 _WHOLE = ("gpipe", "1f1b", *WRITTEN)

@@ -41,10 +41,8 @@ def check_possible(box: dict[str, Any]) -> None:
         commands = "iproute2 and util-linux (the commands ip, tc and unshare)"
         raise HarnessError(f"a box needs {commands}: {', '.join(lacking)} not found")
     if why := _lacks(*_BUILT):
-        raise HarnessError(
-            "a box needs root (CAP_NET_ADMIN and CAP_SYS_ADMIN) and a kernel with veth, bridge and tbf, "
-            f"got uid {os.geteuid()}: {why}"
-        )
+        rule = "a box needs root (CAP_NET_ADMIN and CAP_SYS_ADMIN) and a kernel with veth, bridge and tbf"
+        raise HarnessError(f"{rule}, got uid {os.geteuid()}: {why}")
     if any(box.get("latency_ms", ())) and (why := _lacks(*_BUILT, "tc qdisc add dev probe2 root netem delay 1ms")):
         raise HarnessError(f"latency_ms of a box needs netem, but this kernel has no sch_netem: {why}")
 
@@ -127,11 +125,9 @@ def _node(node: int, box: dict[str, Any], unshared: int, has_link: int, work: Ca
 
 def _limit(device: str, mbits_per_s: float, late_ms: float = 0.0) -> None:
     """Limit the rate at which a device sends, and delay its packets."""
-    where = "root"
     if late_ms:
         _run(f"tc qdisc add dev {device} root handle 1: netem delay {late_ms:g}ms limit {QUEUE_BYTES // MTU}")
-        where = "parent 1:1"
-    rate = f"{mbits_per_s * 1e6:.0f}bit"
+    where, rate = "parent 1:1" if late_ms else "root", f"{mbits_per_s * 1e6:.0f}bit"
     _run(f"tc qdisc add dev {device} {where} tbf rate {rate} burst {BURST_BYTES} limit {QUEUE_BYTES}")
 
 

@@ -102,21 +102,16 @@ class Collection:
             for run in runs:
                 if len(state[run["name"]]["rounds"]) <= number < run["rounds"] - 1:
                     self._round(run, state[run["name"]])
-        self._extra_rounds({run["name"]: run for run in runs}, state)
-        for run in runs:
-            self._round(run, state[run["name"]], last=True)
-
-    def _extra_rounds(self, runs: dict[str, dict[str, Any]], state: dict[str, dict[str, Any]]) -> None:
-        """Spend this world size's part of the plan's extra seconds on the runs whose median is least certain."""
-        if not runs or "extra_seconds" not in self.plan:
-            return
-        end = time.monotonic() + self.plan["extra_seconds"] * len(runs) / len(self.plan["runs"])
-        while True:
-            rounds = {name: state[name]["rounds"] for name in runs if not is_done(self.out, name)}
+        # This world size's part of the plan's extra seconds is for the runs whose median is least certain.
+        end = time.monotonic() + self.plan.get("extra_seconds", 0.0) * len(runs) / max(1, len(self.plan["runs"]))
+        while runs and "extra_seconds" in self.plan:
+            rounds = {name: of["rounds"] for name, of in state.items() if not is_done(self.out, name)}
             chosen = self._agreed(least_certain(rounds) if time.monotonic() < end else None)
             if chosen is None:
-                return
-            self._round(runs[chosen], state[chosen])
+                break
+            self._round(next(run for run in runs if run["name"] == chosen), state[chosen])
+        for run in runs:
+            self._round(run, state[run["name"]], last=True)
 
     def _round(self, run: dict[str, Any], state: dict[str, Any], *, last: bool = False) -> None:
         """Do a round of a run, unless the run was rejected; the last round profiles, and writes the run."""
@@ -147,10 +142,8 @@ class Collection:
 
     def _train(self, run: dict[str, Any], number: int, state: dict[str, Any], last: bool) -> None:
         """Build, time, and in the last round profile and write."""
-        sleeps = "sleeps" in run
-        training: ParallelTraining = (
-            SleepingTraining(run, self.device) if sleeps else Training(run["job"], self.device, run.get("table", ""))
-        )
+        training: ParallelTraining | None = SleepingTraining(run, self.device) if "sleeps" in run else None
+        training = training or Training(run["job"], self.device, run.get("table", ""))
         built = time.monotonic()
         self._steps(run, number, state, training)
         if self._watch is not None:
@@ -210,15 +203,15 @@ class Collection:
         ranks = gather((traces, digests, memory, self._samples.pop(run["name"], [])))
         if self.rank != 0:
             return
+        names, files, peaks, samples = zip(*ranks, strict=True)
         manifest = {
             **self._head(run),
-            "rounds": state["rounds"],
+            **{key: state[key] for key in ("rounds", "losses")},
             "profiled_seconds": seconds,
-            "losses": state["losses"],
-            "peak_memory_bytes": [m for _, _, m, _ in ranks] if memory is not None else [],
-            "traces": {str(rank): t for rank, (t, _, _, _) in enumerate(ranks, first) if t},
-            "digests": {name: digest for _, of, _, _ in ranks for name, digest in of.items()},
-            **clocks([samples for _, _, _, samples in ranks]),
+            "peak_memory_bytes": [*peaks] if memory is not None else [],
+            "traces": {str(rank): of for rank, of in enumerate(names, first) if of},
+            "digests": {name: digest for of in files for name, digest in of.items()},
+            **clocks(samples),
         }
         if "stand_in" in run:
             manifest["stand_in"] = {"rank": first}
@@ -248,7 +241,7 @@ class Collection:
 
 def _device(wanted: str, local_rank: int, local_size: int) -> torch.device:
     gpus = torch.cuda.device_count() if wanted != "cpu" else 0
-    if gpus == 0 and wanted in ("auto", "cpu"):
+    if gpus == 0 and wanted != "cuda":
         return torch.device("cpu")
     if local_size > gpus:
         raise HarnessError(f"every rank needs its own GPU: ranks per node <= GPUs must hold, got {local_size} > {gpus}")

@@ -73,11 +73,9 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
         check_possible(plan["box"])
     have = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for item in [*plan["runs"], *plan["events"]] if "box" not in plan else ():
-        size = item["world_size"] if "world_size" in item else plans.ranks_needed(item)
-        if size > have:
-            raise HarnessError(
-                f"every rank needs a core of its own: ranks <= cores must hold, got {size} > {have} for {item['name']}"
-            )
+        if (size := item["world_size"] if "world_size" in item else plans.ranks_needed(item)) > have:
+            rule = "every rank needs a core of its own: ranks <= cores must hold"
+            raise HarnessError(f"{rule}, got {size} > {have} for {item['name']}")
     out = Path(out)
     if out.exists() and not out.is_dir():
         raise HarnessError(f"a collection is a folder, got the file {out}")
@@ -92,29 +90,25 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
             raise HarnessError(f"another collection is writing to {out}: wait for its end, or choose another folder")
         if not (out / "plan.json").exists():
             write_json(out / "plan.json", plan)
-        sizes, items = plans.world_sizes(plan), len(plan["runs"]) + len(plan["events"])
-        outstanding = {size: names for size in sizes if (names := _outstanding(out, plan, size))}
-        kept = items - sum(map(len, outstanding.values()))
-        bar = Progress(*_units(out, plan), shown=progress)
-        if outstanding and progress:
+        unfinished, bar = _outstanding(out, plan), Progress(*_units(out, plan), shown=progress)
+        if unfinished and progress:
             slow = _FORBIDDEN if "box" in plan and not cores.may_hurry() else ""
             for note in filter(None, (busy_note(), slow)):
                 print(f"warning: {note}", file=sys.stderr)
         try:
-            for size in outstanding:
+            for size in sorted(set(unfinished.values())):
                 _run_world(out, size, bar, "box" in plan)
         except KeyboardInterrupt:
             bar.end_line()
             raise
-        missing = [name for size in sizes for name in _outstanding(out, plan, size)]
-        if missing:
+        if missing := [name for name, _ in _outstanding(out, plan)]:
             raise HarnessError(f"the workers ended without {', '.join(missing)}; see {out / 'logs'}")
         for scratch in (".rounds", ".partial"):
             shutil.rmtree(out / scratch, ignore_errors=True)
         bar.close(f"{len(plan['runs'])} runs and {len(plan['events'])} event files in {out}")
-    counts = {"runs": len(plan["runs"]), "events": len(plan["events"])}
+    counts, new = {"runs": len(plan["runs"]), "events": len(plan["events"])}, len(unfinished)
     rejected = [run["name"] for run in plan["runs"] if (out / "rejected" / run["name"]).exists()]
-    counts |= {"collected": items - kept, "kept": kept}
+    counts |= {"collected": new, "kept": sum(counts.values()) - new}
     return {**counts, "rejected": rejected} if rejected or "box" in plan else counts
 
 
@@ -152,11 +146,14 @@ def _busy_seconds() -> float:
     return sum(int(cpu[i]) for cpu in ticks for i in (1, 2, 3, 6, 7, 8)) / os.sysconf("SC_CLK_TCK")  # but 4, 5: idle
 
 
-def _outstanding(out: Path, plan: dict[str, Any], size: int) -> list[str]:
-    """Names of the unfinished runs and events of this world size."""
-    runs = [run["name"] for run in plan["runs"] if plans.ranks_needed(run) == size and not is_done(out, run["name"])]
-    events = [event["name"] for event in plan["events"] if event["world_size"] == size]
-    return runs + [name for name in events if not (out / "events" / f"{name}.json").exists()]
+def _outstanding(out: Path, plan: dict[str, Any]) -> dict[tuple[str, str], int]:
+    """World sizes of the unfinished runs and events, by name and what it is."""
+    events = {(of["name"], "event"): of["world_size"] for of in plan["events"] if not _is_measured(out, of)}
+    return {(of["name"], "run"): plans.ranks_needed(of) for of in plan["runs"] if not is_done(out, of["name"])} | events
+
+
+def _is_measured(out: Path, event: dict[str, Any]) -> bool:
+    return (out / "events" / f"{event['name']}.json").exists()
 
 
 def _units(out: Path, plan: dict[str, Any]) -> tuple[int, int]:
@@ -168,7 +165,7 @@ def _units(out: Path, plan: dict[str, Any]) -> tuple[int, int]:
         done += finished * ROUND_UNITS
     for event in plan["events"]:
         total += (units := len(event.get("ops", ())) + len(event.get("collectives", ())))
-        done += units * (out / "events" / f"{event['name']}.json").exists()
+        done += units * _is_measured(out, event)
     return total, done
 
 

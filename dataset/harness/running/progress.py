@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,19 +33,16 @@ def read_rounds(out: Path, run: dict[str, Any]) -> dict[str, Any]:
 
     A damaged file is measured again.
     """
-    path = rounds_path(out, run["name"])
-    try:
-        state = read_json(path)
-    except (OSError, ValueError):
-        state = None
+    state = None
+    with suppress(OSError, ValueError):
+        state = read_json(rounds_path(out, run["name"]))
     return state if _is_state(state, run) else {"rounds": [], "losses": [], "records": []}
 
 
 def least_certain(rounds: Mapping[str, Sequence[Sequence[float]]]) -> str | None:
     """The run whose median step is least certain by its rounds, an unmeasured one first; None if all are certain."""
     unsure = {name: uncertainty(of) for name, of in rounds.items()}
-    worst = max(unsure, key=unsure.__getitem__, default=None)
-    return worst if worst is not None and unsure[worst] > CERTAIN else None
+    return max((name for name in unsure if unsure[name] > CERTAIN), key=unsure.__getitem__, default=None)
 
 
 def uncertainty(rounds: Sequence[Sequence[float]]) -> float:

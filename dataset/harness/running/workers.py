@@ -40,9 +40,8 @@ _ADDRESS_OF = 0x8915  # ioctl SIOCGIFADDR
 _BACKLOG = 4096  # connections that may wait: one of every rank
 
 # One thread a rank, output line by line, and a watch on standard input.
-WORKER_ENVIRONMENT = dict.fromkeys(
-    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONUNBUFFERED", "STEPSIGHT_WATCH_STDIN"), "1"
-)
+_ON = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONUNBUFFERED", "STEPSIGHT_WATCH_STDIN")
+WORKER_ENVIRONMENT = dict.fromkeys(_ON, "1")
 PROGRESS = "@stepsight "  # prefix of a progress line on standard output
 _OUTLIVED_S = 1.0  # seconds for which output is read after all ranks have ended: their children may keep the pipe open
 
@@ -70,12 +69,10 @@ class Workers:
         self._processes: list[subprocess.Popen[bytes]] = []
         output, into = os.pipe()
         held, self._hold = os.pipe()
+        streams = {"stdin": held, "stdout": into, "stderr": subprocess.STDOUT}
         try:
-            for environment in environments:
-                process = subprocess.Popen(
-                    command, stdin=held, stdout=into, stderr=subprocess.STDOUT, env=environment,
-                    start_new_session=True, pass_fds=descriptors,
-                )  # fmt: skip
+            for own in environments:
+                process = subprocess.Popen(command, env=own, start_new_session=True, pass_fds=descriptors, **streams)
                 self._processes.append(process)
         except BaseException:
             self.stop()
@@ -260,17 +257,14 @@ def _interface_to(host: str, port: int) -> str:
             probe.connect((host, port))  # sends nothing
             own = socket.inet_aton(probe.getsockname()[0])
             for _, name in socket.if_nameindex():
-                try:
+                with suppress(OSError):  # it has no address
                     found = fcntl.ioctl(probe, _ADDRESS_OF, struct.pack("256s", name.encode()[:15]))
-                except OSError:  # it has no address
-                    continue
-                if found[20:24] == own or own[0] == found[20] == 127:
-                    return name
+                    if found[20:24] == own or own[0] == found[20] == 127:
+                        return name
         raise OSError("no interface has the address from which it is reached")
     except OSError as error:
-        raise HarnessError(
-            f"set GLOO_SOCKET_IFNAME to the interface by which nodes reach MASTER_ADDR {host}: none was found ({error})"
-        ) from None
+        rule = "set GLOO_SOCKET_IFNAME to the interface by which nodes reach MASTER_ADDR"
+        raise HarnessError(f"{rule} {host}: none was found ({error})") from None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -285,11 +279,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     host, _, port = options.address.rpartition(":")
     common = {**os.environ, **WORKER_ENVIRONMENT, "MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port}
-    package = __package__ or "harness.running"
-    workers = Workers(
-        [sys.executable, "-m", f"{package}.worker", str(options.plan), "--out", str(options.out)],
-        [{**common, **place} for place in places(options.ranks, options.nodes, options.node)],
-    )
+    module = f"{__package__ or 'harness.running'}.worker"
+    command = [sys.executable, "-m", module, str(options.plan), "--out", str(options.out)]
+    workers = Workers(command, [{**common, **own} for own in places(options.ranks, options.nodes, options.node)])
     try:
         for line in filter(str.strip, workers.lines()):
             print(line, end="", flush=True)

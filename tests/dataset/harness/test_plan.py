@@ -8,7 +8,7 @@ import harness_jobs as jobs
 import pytest
 
 from stepsight.dataset.harness.base.errors import HarnessError
-from stepsight.dataset.harness.plan.plan_checks import check_plan, num_micro_batches, world_sizes
+from stepsight.dataset.harness.plan.plan_checks import check_plan, num_micro_batches, ranks_needed
 from stepsight.dataset.job.job import Job
 
 EVENTS = {
@@ -26,7 +26,7 @@ def test_options_are_filled_in_and_the_plan_is_left_alone() -> None:
     assert checked["runs"][0]["rounds"] == 3
     assert "rounds" not in plan["runs"][0]
     assert check_plan(checked) == checked
-    assert world_sizes(checked) == [1, 2]
+    assert {*map(ranks_needed, checked["runs"])} | {event["world_size"] for event in checked["events"]} == {1, 2}
 
 
 def test_compiling_is_kept_only_where_it_is_asked_for() -> None:
