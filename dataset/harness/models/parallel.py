@@ -125,13 +125,10 @@ class ParallelTraining:
         With ZeRO-1 and -2 and in a pipeline it stays as it is: see ``Bucket`` and ``all_reduce_gradients``.
         """
         group, parallel = self.groups["dp"], self.job["parallel"]
-        if group is None or self.mesh is None:
-            return part
-        if self.sharded:
+        if self.sharded and self.mesh is not None:
             for module in (*part.wrapped, part):
                 fully_shard(module, mesh=self.mesh["dp"], mp_policy=part.precision)
-            return part
-        if self.reduces_last or parallel["zero_stage"]:
+        if group is None or self.reduces_last or parallel["zero_stage"]:
             return part
         bucket = parallel["bucket_mbytes"]
         return DistributedDataParallel(part, process_group=group, bucket_cap_mb=bucket, gradient_as_bucket_view=True)
@@ -145,9 +142,8 @@ class ParallelTraining:
 
     def all_reduce_gradients(self) -> None:
         """Sum the gradients of replicas in buckets, if nothing has summed them yet."""
-        if not self.reduces_last:
-            return
-        gradients = [p.grad for p in reversed(list(self.model.parameters())) if p.grad is not None]
+        parameters = reversed(list(self.model.parameters())) if self.reduces_last else ()
+        gradients = [p.grad for p in parameters if p.grad is not None]
         for bucket in in_buckets(gradients, self.job["parallel"]["bucket_mbytes"] * 2**20):
             all_reduce_flat(bucket, self.groups["dp"], self.degrees["dp"])
 
@@ -276,9 +272,8 @@ class Training(ParallelTraining):
 def parts_of_stage(parallel: dict[str, Any], stage: int) -> list[int]:
     """Numbers of a stage's parts of the model, in their order."""
     stages, chunks = parallel["pp"], parallel["virtual_stages"]
-    if parallel["schedule"] in V_SHAPED:
-        return [stage, 2 * stages - 1 - stage]
-    return [stage + chunk * stages for chunk in range(chunks)]
+    turned = parallel["schedule"] in V_SHAPED
+    return [stage, 2 * stages - 1 - stage] if turned else [stage + chunk * stages for chunk in range(chunks)]
 
 
 class _SegmentedStage(PipelineStage):
@@ -365,12 +360,11 @@ class Bucket:
 
     def _settle(self) -> None:
         """Wait for the sum, and add it to those of earlier micro-batches."""
-        if self._received is None:
-            return
-        work, part = self._received
-        work.wait()
-        self._received, gradient = None, part.div_(self._size)
-        self.shard.grad = gradient if self.shard.grad is None else self.shard.grad.add_(gradient)
+        if self._received is not None:
+            work, part = self._received
+            work.wait()
+            self._received, gradient = None, part.div_(self._size)
+            self.shard.grad = gradient if self.shard.grad is None else self.shard.grad.add_(gradient)
 
     def gather(self) -> None:
         """Get what the other ranks have updated."""
