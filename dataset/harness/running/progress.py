@@ -33,7 +33,7 @@ def read_rounds(out: Path, run: dict[str, Any]) -> dict[str, Any]:
 
     A damaged file is measured again.
     """
-    state = None
+    state: Any = None
     with suppress(OSError, ValueError):
         state = read_json(rounds_path(out, run["name"]))
     return state if _is_state(state, run) else {"rounds": [], "losses": [], "records": []}

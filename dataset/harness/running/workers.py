@@ -69,7 +69,7 @@ class Workers:
         self._processes: list[subprocess.Popen[bytes]] = []
         output, into = os.pipe()
         held, self._hold = os.pipe()
-        streams = {"stdin": held, "stdout": into, "stderr": subprocess.STDOUT}
+        streams: dict[str, Any] = {"stdin": held, "stdout": into, "stderr": subprocess.STDOUT}
         try:
             for own in environments:
                 process = subprocess.Popen(command, env=own, start_new_session=True, pass_fds=descriptors, **streams)
