@@ -23,7 +23,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
 from stepsight.simulator.blocks.step import Group, RankShape
 from stepsight.simulator.clock.engine import DATA, SECOND
-from stepsight.simulator.clock.track import FIRST, LAST, Track, find_track
+from stepsight.simulator.clock.track import Track, find_track
 from stepsight.simulator.programs.block_pass import BACKWARD as WHOLE
 from stepsight.simulator.programs.block_pass import FORWARD as FORWARDS
 from stepsight.simulator.programs.block_pass import INPUT, WEIGHT
@@ -44,6 +44,7 @@ from stepsight.simulator.programs.sizes import (
 )
 from stepsight.simulator.programs.stage import Pass, calls_of, part_segments, part_units
 from stepsight.simulator.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KIND_NAMES
+from stepsight.simulator.schedules.order import FIRST, LAST
 
 Ints = NDArray[np.int32]
 _RankWork = tuple[tuple[Segment, ...], Ints, Ints, tuple[Collective, ...], Ints]  # the first fields of Lowered

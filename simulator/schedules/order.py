@@ -213,6 +213,27 @@ def find_messages(order: Order) -> Messages:
     return Messages(source, target, of_source, of_target)
 
 
+FIRST, MIDDLE, LAST = range(3)
+
+
+def turns(order: Order) -> Ints:
+    """FIRST for the first time that a part runs each action's pass, LAST for the last time (also if it is the first),
+    MIDDLE between, shape ``(num_actions,)``.
+
+    Passes are forwards, split input gradients, and backwards that give weight gradients (B and W together).
+    """
+    group = order.part * 3 + np.array([0, 2, 1, 2], dtype=np.int32)[order.kind]
+    numbers = np.arange(len(order))
+    first = np.zeros(int(group.max()) + 1, dtype=np.int64)
+    last = first.copy()
+    first[group[::-1]] = numbers[::-1]  # the last write wins
+    last[group] = numbers
+    turn = np.full(len(order), MIDDLE, dtype=np.int32)
+    turn[first[group]] = FIRST
+    turn[last[group]] = LAST
+    return turn
+
+
 AROUND = ((POST, RECEIVE), (WAIT, RECEIVE), (COMPUTE, 0), (POST, SEND))  # the possible entries around an action
 
 
@@ -229,6 +250,38 @@ def flatten(slots: Ints, columns: Sequence[tuple[int, int]]) -> tuple[Ints, Ints
     where, column = np.nonzero(slots >= 0)
     op, side = np.array(columns, dtype=np.int32)[column].T
     return op, slots[where, column], side, where
+
+
+ACTION = 2**20  # ticks
+
+
+def by_end(entries: Entries, num_stages: int, num_messages: int) -> Entries:
+    """Sort entries by end times as if all actions took equally long, so that repeating parts repeat for each
+    micro-batch.
+    """
+    ends = np.empty(len(entries.op), dtype=np.int64)
+    _count_ticks(entries, num_stages, num_messages, ends)
+    places = np.argsort(ends * num_stages + entries.stage, kind="stable")  # sorted runs: merging is faster
+    return Entries(*(field[places] for field in entries))
+
+
+@compiled
+def _count_ticks(entries: Entries, num_stages: int, num_messages: int, ends: NDArray[np.int64]) -> None:
+    """Give every entry a tick later than the ticks of its dependencies.
+
+    An action ends at the next multiple of ``ACTION``, a post or a wait one tick later, so that the ticks of one round
+    of actions differ from those of the round before by ``ACTION`` alone.  This is an order, not a time.
+    """
+    op, stage, item, side = entries
+    clocks, posted = np.zeros(num_stages, dtype=np.int64), np.zeros((num_messages, 2), dtype=np.int64)
+    for entry in range(len(op)):
+        at, s = item[entry], stage[entry]
+        if op[entry] == WAIT:
+            clocks[s] = max(clocks[s], posted[at, 0], posted[at, 1])
+        clocks[s] = (clocks[s] // ACTION + 1) * ACTION if op[entry] == COMPUTE else clocks[s] + 1
+        if op[entry] == POST:
+            posted[at, side[entry]] = clocks[s]
+        ends[entry] = clocks[s]
 
 
 _ACTION = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")

@@ -53,7 +53,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "simulator/clock/engine.py": ("tests/simulator/clock/test_engine.py", *SEGMENTS, SIMULATE),
     "simulator/schedules/order.py": (
         "tests/simulator/schedules/test_order.py", "tests/simulator/schedules/test_entries.py", TRACK, RUNTIMES, RUNS),
-    "simulator/clock/kernel.py": (KERNEL, RUNS, SIMULATE),
     "simulator/clock/track.py": (
         TRACK, KERNEL, RUNS, "tests/dataset/job/test_schedule_kinds.py", SIMULATE,
         "tests/training/measured/test_planning.py",

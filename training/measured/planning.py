@@ -27,8 +27,7 @@ from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_manifest import Box, RunManifest
 from stepsight.simulator.blocks.step import Block, Comm, Item
 from stepsight.simulator.clock.engine import HOST, NUM_CLOCKS
-from stepsight.simulator.clock.kernel import Durations
-from stepsight.simulator.clock.track import Track, end_clocks, through
+from stepsight.simulator.clock.track import Durations, Track, end_clocks, through
 from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLatency, Seconds
 from stepsight.simulator.durations.segment_timing import timer_of
 from stepsight.simulator.iteration.simulate import simulate

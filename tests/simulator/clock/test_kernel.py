@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepsight.simulator.clock.engine import HOST, Floats
-from stepsight.simulator.clock.kernel import (
+from stepsight.simulator.clock.track import (
     APART,
     Durations,
     Log,
@@ -14,12 +14,13 @@ from stepsight.simulator.clock.kernel import (
     Steady,
     Uses,
     at_rest,
+    end_clocks,
     new_log,
     run_entries,
     run_periods,
+    through,
     trace_path,
 )
-from stepsight.simulator.clock.track import end_clocks, through
 from stepsight.simulator.schedules.order import COMPUTE, POST, RECEIVE, SEND, WAIT, Entries
 
 INF = np.inf

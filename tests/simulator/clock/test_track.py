@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.simulator.clock.track import FIRST, LAST, MIDDLE, Track, find_track, steady_state
+from stepsight.simulator.clock.track import Track, find_track, steady_state
 from stepsight.simulator.schedules import BACKWARD, BACKWARD_WEIGHT, FORWARD
-from stepsight.simulator.schedules.order import COMPUTE, POST
+from stepsight.simulator.schedules.order import COMPUTE, FIRST, LAST, MIDDLE, POST
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("looped-bfs", 2), ("zb-h1", 1), ("interleaved-zb", 2), ("zbv", 2)]
 RUNS = [(name, v, runtime) for name, v in SCHEDULES for runtime in ("asynchronous", "torch")]

@@ -4,8 +4,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepsight.simulator.clock.engine import Floats, Ints
-from stepsight.simulator.clock.kernel import run_entries, run_periods, trace_path
-from stepsight.simulator.clock.track import Track, find_track, path_uses, run_track, track_clocks
+from stepsight.simulator.clock.track import (
+    Track,
+    find_track,
+    path_uses,
+    run_entries,
+    run_periods,
+    run_track,
+    trace_path,
+    track_clocks,
+)
 from stepsight.simulator.schedules import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("looped-bfs", 2), ("zb-h1", 1), ("interleaved-zb", 2), ("zbv", 2)]

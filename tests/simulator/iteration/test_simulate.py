@@ -14,7 +14,7 @@ from stepsight.dataset.graph.program import Program
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.simulator.clock import engine, kernel
+from stepsight.simulator.clock import engine, track
 from stepsight.simulator.clock.engine import HOST, NUM_CLOCKS
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.durations.segment_timing import Timer
@@ -303,9 +303,9 @@ def test_compiled_kernels_give_the_same(make_job: JobMaker, gpu: Hardware, monke
         engine.longest_paths,
         engine.add_path,
         engine.run_events,
-        kernel.run_entries,
-        kernel.run_periods,
-        kernel.trace_path,
+        track.run_entries,
+        track.run_periods,
+        track.trace_path,
     )
     results = []
     for native in (False, True):
