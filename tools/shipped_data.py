@@ -122,9 +122,7 @@ def write_power(runs: Sequence[Path], out: Path) -> str:
     lines = []
     for chip, each in found.items():
         for dtype, power in each.items():
-            lines.append(
-                f"{chip} {dtype}: {power.power_w():.0f} W at the highest clock, limit {power.reference_w:.0f} W"
-            )
+            lines.append(f"{chip} {dtype}: {power.power_w():.0f} W at full clock, limit {power.reference_w:.0f} W")
             lines += [
                 f"  {name}: {source.runs} runs, products {math.exp(source.slowdown_log):.3f} times as long as alone; "
                 f"without it {power.power_w(name):.0f} W"

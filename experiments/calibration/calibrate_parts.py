@@ -208,10 +208,8 @@ def calibrate_traces(paths: Sequence[Path], predictor: Predictor | str, out: Pat
     ops = [op for op in times if isinstance(op, Op) and op.dtype in start.hardware.peak_flops]
     measured = np.array([np.median(times[op]) for op in ops])
     if len(ops) < FEWEST_OPS:
-        raise TraceError(
-            f"calibration takes at least {FEWEST_OPS} distinct ops of known sizes, got {len(ops)}: record shapes while "
-            "profiling (record_shapes=True)"
-        )
+        rule = f"calibration takes at least {FEWEST_OPS} distinct ops of known sizes, got {len(ops)}"
+        raise TraceError(f"{rule}: record shapes while profiling (record_shapes=True)")
     predicted = start.kernel.seconds(ops, 1)
     traced, left_out = fit_traced(ops, predicted, measured, [label(op.kind, op, start.hardware) for op in ops])
     after, families = predicted * np.exp(left_out), {"all": np.arange(len(ops)), **rows_by(op.family for op in ops)}

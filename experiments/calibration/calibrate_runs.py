@@ -125,16 +125,12 @@ def calibrate(
     evaluation = evaluate(runs, predictor := starting_predictor(predictor, out), source=source)
     rows = f"{sum(evaluation.rows.values())} rows in {runs}"
     if FITTED in evaluation.skipped:
-        raise PredictorError(
-            f"a calibration begins with a predictor that was fitted on none of its rows, got {predictor.source}, "
-            f"fitted on {evaluation.skipped[FITTED]} of {rows}"
-        )
+        rule = "a calibration begins with a predictor that was fitted on none of its rows"
+        raise PredictorError(f"{rule}, got {predictor.source}, fitted on {evaluation.skipped[FITTED]} of {rows}")
     if len(evaluation.scored) < 2:
         left_out = "; ".join(f"{count} x {why}" for why, count in evaluation.skipped.items()) or "none"
-        raise TableError(
-            f"a calibration takes at least 2 runs on {predictor.hardware.name} that can be expressed as jobs, "
-            f"got {len(evaluation.scored)} of {rows} (left out: {left_out})"
-        )
+        rule = f"a calibration takes at least 2 runs on {predictor.hardware.name} that can be expressed as jobs"
+        raise TableError(f"{rule}, got {len(evaluation.scored)} of {rows} (left out: {left_out})")
     fitted, every_larger = split_rows(evaluation.scored, max_devices)
     larger = without_copies(every_larger, fitted)
     fit = with_rows(predictor, fitted)
@@ -155,9 +151,7 @@ def calibrate(
     return report
 
 
-def _report(
-    source: str, own: Predictor, out: Path, judged: tuple[int, Evidence, Mapping[str, int]]
-) -> CalibrationReport:
+def _report(source: str, own: Predictor, out: Path, judged: tuple[int, Evidence, Counter[str]]) -> CalibrationReport:
     """Values: errors in percent, factors of resources, widths in log-seconds; and the same as tables for people."""
     (num_fitted, evidence, skipped), found = judged, own.calibration
     factors, residual, names = found.constants.to_dict(), found.residual, ("prior_std_log", "low_log", "high_log")
@@ -187,9 +181,9 @@ def _report(
         lines.append(f"intervals reach {widest:.1f} % up at least: what nine of ten of them were off by")
     carried, ours = evidence.forward.before, evidence.forward.after
     if carried.used:
+        beside = f"{carried.used} of these runs, calibrated {ours.mape or 0.0:.1f} %"
         lines.append(
-            f"carrying forward the smallest run of each series: mean error {carried.mape or 0.0:.1f} % on "
-            f"{carried.used} of these runs, calibrated {ours.mape or 0.0:.1f} %"
+            f"carrying forward the smallest run of each series: mean error {carried.mape or 0.0:.1f} % on {beside}"
         )
     lines += [f"left out {count}: {why}" for why, count in skipped.items()]
     shared: dict[str, Any] = {"source": source, "calibrated": own, "out": out, "problems": evidence.problems}
@@ -225,9 +219,8 @@ def sure_gain(rows: Sequence[Scored], after: Sequence[float]) -> float:
 
     Few runs show little: their spread is joined with a prior one, as if ``PRIOR_RUNS`` more had differed by it.
     """
-    gains = np.array(
-        [abs(row.error) - abs(100.0 * (s / row.measured_s - 1.0)) for row, s in zip(rows, after, strict=True)]
-    )
+    pairs = zip(rows, after, strict=True)
+    gains = np.array([abs(row.error) - abs(100.0 * (s / row.measured_s - 1.0)) for row, s in pairs])
     count = len(gains)
     spread = (float(((gains - gains.mean()) ** 2).sum()) + PRIOR_RUNS * PRIOR_SPREAD**2) / (count - 1 + PRIOR_RUNS)
     return float(gains.mean()) - ONE_SIDED * math.sqrt(spread / count)

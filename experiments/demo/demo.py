@@ -67,21 +67,13 @@ def run_demo(out: Path) -> tuple[dict[str, Any], str]:
     target = search_job()
     found = search(target, predictor, trials=SEARCH_TRIALS)
     rows = [choice.to_dict() for choice in found.choices]
+    op_errors = {name: getattr(evaluation, name) for name in ("op_error_regressor", "op_error_with_gnn")}
+    sizes = {"evaluated": found.evaluated, "legal": found.legal, "devices": target.cluster.num_devices}
     summary = {
         "heldout": evaluation.rows,
         **figures,
-        "gnn": {
-            "op_error_regressor": evaluation.op_error_regressor,
-            "op_error_with_gnn": evaluation.op_error_with_gnn,
-            "model": predictor.context.name if predictor.context is not None else "",
-        },
-        "search": {
-            "best": found.best.to_dict(),
-            "evaluated": found.evaluated,
-            "legal": found.legal,
-            "devices": target.cluster.num_devices,
-            "model": target.name,
-        },
+        "gnn": {**op_errors, "model": predictor.context.name if predictor.context is not None else ""},
+        "search": {"best": found.best.to_dict(), **sizes, "model": target.name},
         "mlflow_run_id": predictor.manifest["mlflow_run_id"],
     }
     plot_predicted_against_measured(evaluation.rows, out / "predicted_vs_measured.png", "held-out runs on this machine")

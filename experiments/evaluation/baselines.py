@@ -93,9 +93,7 @@ def _sent(segment: Segment, latency: LatencyModel, *, replicas: bool) -> float:
     return float(latency.collective_seconds(sent).sum()) if sent else 0.0
 
 
-def baseline_figures(
-    rows: Sequence[Scored], predictor_of: PredictorOf, names: Sequence[str]
-) -> dict[str, dict[str, Any]]:
+def baseline_figures(rows: Sequence[Scored], predictor_of: PredictorOf, names: Sequence[str]) -> dict[str, Any]:
     """Errors and regret of baselines on rows by name, in percent, and as ``ours`` those of the predictions of the rows
     that each answers.
     """

@@ -340,10 +340,8 @@ def score(row: Row, predictor_of: PredictorOf) -> Scored:
         except PredictorError as error:
             raise RowError(str(error)) from None
         if is_copy(job, row.measured_s, taught.manifest.get("fitted_rows", ())):
-            raise FittedRowError(
-                f"rows that a predictor was fitted on cannot judge it, got row {row.row_id} of {row.source} "
-                f"in the manifest of {taught.hardware.name}"
-            )
+            where = f"row {row.row_id} of {row.source} in the manifest of {taught.hardware.name}"
+            raise FittedRowError(f"rows that a predictor was fitted on cannot judge it, got {where}")
     predictor = without_source(taught, row.source)
     scored = _scored(row, every, predictor, row.source)
     if taught is None or taught is predictor:

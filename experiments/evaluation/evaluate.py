@@ -94,11 +94,9 @@ class Evaluation:
         fabrics = [read_fabric_words(text, hardware)[1] for text, hardware in links]
         doubts = Counter([*(doubt for row in rows for doubt in row.software.doubts), *filter(None, fabrics)])
         large = [f"{row.row.row_id} of {_short(row.row.source)}" for row in rows if not row.fits]
-        said = (
-            f"{len(large)} of {len(rows)} runs that ran are said not to fit in memory: {_named(large)}" if large else ""
-        )
+        said = f"{len(large)} of {len(rows)} runs that ran are said not to fit in memory: {_named(large)}"
         counted = [f"{count} row{'s' * (count > 1)}: {doubt}" for doubt, count in doubts.items()]
-        return [*filter(None, (unknown, said)), *counted]
+        return [*filter(None, (unknown, said if large else "")), *counted]
 
     def __repr__(self) -> str:
         mape = errors([row.predicted_s for row in self.scored], [row.measured_s for row in self.scored]).mape
@@ -292,15 +290,11 @@ def evaluation_text(
     parts += [_calibrated(words, figures) for words, figures in (calibrated or {}).items()]
     if kinds := _several(value["kinds"]):
         parts.append(_figures(kinds))
-    if result.suspect:
-        parts.append(
-            "rows marked SUSPECT, apart: {used} rows, MAPE {mape:.1f} %, max {max:.1f} %".format(**value["suspect"])
-        )
+    if (told := value["suspect"])["used"]:
+        parts.append("rows marked SUSPECT, apart: {used} rows, MAPE {mape:.1f} %, max {max:.1f} %".format(**told))
     others = value["interval_rows"]
-    parts.append(
-        f"intervals of shipped predictors are as wide as errors on {sum(others.values())} published runs of "
-        f"{len(others)} sources say; those of a row's own source never count for it"
-    )
+    wide = f"as wide as errors on {sum(others.values())} published runs of {len(others)} sources say"
+    parts.append(f"intervals of shipped predictors are {wide}; those of a row's own source never count for it")
     parts += [f"warning: {text}" for text in result.warnings]
     for why, rows in result.left_out.items():
         parts.append(f"left out {len(rows)}: {why} ({_named([str(row.row_id) for row in rows])})")

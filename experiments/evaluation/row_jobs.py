@@ -87,14 +87,9 @@ def fabric_of(row: Row, hardware: str, gpus_per_node: int) -> Any:
     if per_device * 1e9 == between.bandwidth_bytes_per_s:
         return usual
     slower = 1.5 if "roce" in lower or "rdma" in lower else 1.0  # Ethernet's latency over InfiniBand's
-    links = {
-        "intra_node": (within.bandwidth_bytes_per_s / 1e9, within.latency_s),
-        "inter_node": (per_device, between.latency_s * slower),
-    }
-    return {
-        key: {"bandwidth_gbytes_per_s": gbytes_per_s, "latency_us": latency_s * 1e6}
-        for key, (gbytes_per_s, latency_s) in links.items()
-    }
+    keys, near = ("bandwidth_gbytes_per_s", "latency_us"), (within.bandwidth_bytes_per_s / 1e9, within.latency_s * 1e6)
+    far = per_device, between.latency_s * slower * 1e6
+    return {"intra_node": dict(zip(keys, near, strict=True)), "inter_node": dict(zip(keys, far, strict=True))}
 
 
 def cluster_of(row: Row) -> dict[str, Any]:
@@ -241,10 +236,8 @@ def _table_job(row: Row, framework: Framework) -> Job:
     whole = row.known("global_batch")
     batch = row.whole("micro_batch") or -(-whole // row.gpus)
     steps = max(1, round(whole / (batch * row.gpus)))
-    sharding = {
-        "rule": row.text("sharding") or "auto",
-        "replicate_mbytes": TOLD["replicated_mbytes"][cluster["nodes"] > 1],
-    }
+    replicated = TOLD["replicated_mbytes"][cluster["nodes"] > 1]
+    sharding = {"rule": row.text("sharding") or "auto", "replicate_mbytes": replicated}
     found = {
         "model": {**model, **({"interaction": row.text("interaction")} if row.text("interaction") else {})},
         "batch": {"micro_batch": batch, "global_batch": batch * row.gpus * steps},
@@ -368,11 +361,8 @@ def _sharding(row: Row, framework: Framework, dp: int) -> dict[str, Any]:
         shard = of_node
     if framework.name == "paxml" and stage == 3 and not shard:
         shard = of_node * by_model(row, TOLD["paxml"]["shared_nodes"], 0)
-    return {
-        "zero_stage": stage,
-        "dp_shard": shard if 0 < shard < dp else 0,
-        **({"reshard_after_forward": False} if keeps else {}),
-    }
+    kept = {"reshard_after_forward": False} if keeps else {}
+    return {"zero_stage": stage, "dp_shard": shard if 0 < shard < dp else 0, **kept}
 
 
 def open_cells(row: Row, framework: Framework) -> dict[str, tuple[Any, ...]]:

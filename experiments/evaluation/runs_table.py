@@ -218,10 +218,8 @@ def read_runs_table(path: Path) -> list[Row]:
         if "tables" in names:  # recommendation models have no sizes of transformers
             needed = [name for name in needed if name not in _OF_TRANSFORMERS]
         if missing := [name for name in needed if name not in names]:
-            raise TableError(
-                f"a table of runs has columns {', '.join(needed)}; it lacks {', '.join(missing)}: "
-                "`stepsight evaluate --explain-columns` says what else they may be called"
-            )
+            rule = f"a table of runs has columns {', '.join(needed)}; it lacks {', '.join(missing)}"
+            raise TableError(f"{rule}: `stepsight evaluate --explain-columns` says what else they may be called")
         for cells in reader:
             if None in cells or None in cells.values():
                 raise TableError(f"line {reader.line_num}: more or fewer cells than columns")
@@ -229,9 +227,8 @@ def read_runs_table(path: Path) -> list[Row]:
                 if factor != 1.0 and cells[name].strip():
                     with suppress(ValueError):  # other text stays as it is, and its reader refuses it
                         cells[name] = repr(float(cells[name]) * factor)
-            rows.append(
-                Row(cells if (cells.get("row_id") or "").strip() else {**cells, "row_id": str(reader.line_num)})
-            )
+            numbered = cells if (cells.get("row_id") or "").strip() else {**cells, "row_id": str(reader.line_num)}
+            rows.append(Row(numbered))
     except TableError as error:
         raise TableError(f"{path}: {error}") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:

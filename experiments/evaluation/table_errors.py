@@ -94,9 +94,8 @@ def judge_table(
         kept = [index for index, name in enumerate(measured.software) if software.lower() in name.lower()]
         if not kept:
             names = "; ".join(sorted(set(measured.software)))
-            raise TableError(
-                f"--software must be a part of the software of some rows ({names:.400}), got {software!r:.80}"
-            )
+            rule = f"--software must be a part of the software of some rows ({names:.400})"
+            raise TableError(f"{rule}, got {software!r:.80}")
         measured = measured.take(kept)
     measured, groups_of, doubts = _by_recipes(measured, predictor_of)
     predicted, skipped = predict_table(measured, predictor_of, fabric, on_rows, groups_of)
@@ -130,9 +129,7 @@ def _family(work: Op | Collective) -> str:
     return f"{work.family}/{work.dtype}" if own else work.family
 
 
-def _by_recipes(
-    measured: Measurements, predictor_of: PredictorOf
-) -> tuple[Measurements, list[str | int], tuple[str, ...]]:
+def _by_recipes(measured: Measurements, predictor_of: PredictorOf) -> tuple[Measurements, list[str | int], list[str]]:
     """The rows as shipped predictors were trained on them, and what ran each: a name, or an index in the predictor.
 
     A shipped predictor has the patterns of its recipe for software (-1: none of them matches), and predicts products
@@ -166,7 +163,7 @@ def _by_recipes(
         if found and max(found.values()) < 0:  # none of them: all are predicted as what it predicts for
             ran = [0 if each == -1 else each for each in ran]
             doubts.append(f"{name_of} knows the software of no row on {device}: it predicts for the software it knows")
-    return measured, ran, tuple(doubts)
+    return measured, ran, doubts
 
 
 def _held_out(measured: Measurements, predictor_of: PredictorOf, skipped: dict[str, int]) -> TableErrors | None:

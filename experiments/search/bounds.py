@@ -275,10 +275,8 @@ class _BlockBounds:
         """Traffic of the replicas, each of shape ``(z, o, d)``."""
         counts = self._stage_counts(chunks, placement)
         numel = self._table.numel[int(self._ids.flat[0])]
-        found = [
-            [traffic(one, self._collectives, counts[:, :-2], numel[:-2], counts @ numel) for one in shared]
-            for shared in self._zeros
-        ]
+        sizes = counts[:, :-2], numel[:-2], counts @ numel
+        found = [[traffic(one, self._collectives, *sizes) for one in shared] for shared in self._zeros]
         return Traffic(*np.moveaxis(np.array(found), 2, 0))
 
     def _stage_counts(self, chunks: int, placement: str) -> Floats:

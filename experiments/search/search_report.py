@@ -204,9 +204,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
         columns |= {axis: axis for axis in ("tp", "cp", "ep") if axis == "tp" or any(row[axis] > 1 for row in rows)}
         columns |= {"pp": "pp", "dp": "dp", "mb": "micro_batch"}
         columns["schedule"] = _schedule
-        columns["zero"] = lambda row: (
-            f"{row['zero_stage']}/{row['dp_shard']}" if row["dp_shard"] else str(row["zero_stage"])
-        )
+        columns["zero"] = lambda row: f"{row['zero_stage']}/{row['dp_shard']}".removesuffix("/0")
         columns["recompute"] = _recompute
         columns["sp"] = lambda row: "yes" if row["sequence_parallel"] else "no"
     if len({row["order"] for row in rows}) > 1:

@@ -237,9 +237,8 @@ class Grid:
                 self.blocks[str(layout)] = block
                 count += size
         if not count:
-            raise JobError(
-                f"no legal strategy for {job.cluster.num_devices} devices and global_batch {job.batch.global_batch}"
-            )
+            devices, batch = job.cluster.num_devices, job.batch.global_batch
+            raise JobError(f"no legal strategy for {devices} devices and global_batch {batch}")
         self.remaining = np.ones(count, dtype=np.bool_)
         self._ordered = list(self.blocks.values())
         self._firsts = [block.first for block in self._ordered]

@@ -71,9 +71,8 @@ class Evaluations:
         with self._usable():
             self.study, self._storage = _create(storage, name)
             if self.study.user_attrs.setdefault("question", question) != question:
-                raise StepsightError(
-                    f"study {name!r:.80} in {storage} is about another job, space or predictor: choose another name"
-                )
+                about = f"study {name!r:.80} in {storage} is about another job, space or predictor"
+                raise StepsightError(f"{about}: choose another name")
             self.study.set_user_attr("question", question)
         self.read()
         self._own = self._seen
@@ -142,10 +141,8 @@ class Evaluations:
             raise StepsightError(f"cannot read or write the storage {self._place}: {error.strerror or error}") from None
         except Exception as error:
             reason = (str(error).splitlines() or [""])[0]
-            raise StepsightError(
-                "storage must be a database URL, or the path of a new journal or of one that a search wrote, got "
-                f"{self._place}: {type(error).__name__}: {reason:.200}"
-            ) from None
+            rule = "storage must be a database URL, or the path of a new journal or of one that a search wrote"
+            raise StepsightError(f"{rule}, got {self._place}: {type(error).__name__}: {reason:.200}") from None
 
 
 def _create(storage: str | None, name: str | None) -> tuple[optuna.Study, Any]:
@@ -206,10 +203,8 @@ def _seconds_of(trial: optuna.trial.FrozenTrial) -> Seconds | None:
         time_s, low_s, high_s = seconds
         if time_s == trial.value and 0 < low_s <= time_s <= high_s < _MOST_S:
             return time_s, low_s, high_s
-    raise StepsightError(
-        f"a finished trial must hold its time and the interval around it, got {seconds!r:.80} and "
-        f"{trial.value!r:.80} in trial {trial.number}: choose another storage"
-    )
+    got = f"{seconds!r:.80} and {trial.value!r:.80} in trial {trial.number}: choose another storage"
+    raise StepsightError(f"a finished trial must hold its time and the interval around it, got {got}")
 
 
 class LegalStrategies:
@@ -299,10 +294,8 @@ def ask_mapped(jobs: Sequence[Job], predictor: Predictor | str | None, map_fn: M
     found = list(map_fn(partial(_answers, packed), parts))
     kinds = {type(answers).__name__ for answers in found if not isinstance(answers, Answers)}
     if kinds or [len(answers.seconds) for answers in found] != list(map(len, parts)):
-        raise StepsightError(
-            "map_fn must return the result of each call in order, as concurrent.futures.Executor.map does, got "
-            f"{len(found)} results for {len(parts)} calls{f', of type {sorted(kinds)[0]}' if kinds else ''}"
-        )
+        got = f"{len(found)} results for {len(parts)} calls{f', of type {sorted(kinds)[0]}' if kinds else ''}"
+        raise StepsightError(f"map_fn must return the result of each call in order, as Executor.map does, got {got}")
     return Answers(*(np.concatenate(column) for column in zip(*found, strict=True)))
 
 
@@ -326,17 +319,13 @@ def local_map(workers: int) -> Iterator[MapFn | None]:
         return
     forks = "fork" in get_all_start_methods() and threading.active_count() == 1  # forked processes inherit the caches
     pool = ProcessPoolExecutor(
-        workers,
-        mp_context=get_context("fork" if forks else "spawn"),
-        initializer=_begin_worker,
-        initargs=(os.getpid(),),
+        workers, get_context("fork" if forks else "spawn"), initializer=_begin_worker, initargs=(os.getpid(),)
     )
     try:
         yield pool.map
     except BrokenProcessPool:
-        raise StepsightError(
-            f"one of {workers} worker processes ended early, perhaps for lack of memory: use fewer --workers"
-        ) from None
+        why = f"one of {workers} worker processes ended early, perhaps for lack of memory"
+        raise StepsightError(f"{why}: use fewer --workers") from None
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -99,9 +99,8 @@ def runs_task(folder: Path) -> Task:
     """Ops in context and whole iterations of collections, as ``train`` reads them; runs held out."""
     predictor, runs = _regressors(_collections(folder))
     names = [run.name for run in runs]
-    seen, unseen = (
-        dict(zip(names, measured_runs(runs, each), strict=True)) for each in (predictor, predictor.left_out)
-    )
+    fitted = predictor, predictor.left_out
+    seen, unseen = (dict(zip(names, measured_runs(runs, each), strict=True)) for each in fitted)
 
     def split(held: frozenset[str]) -> Split:
         teach = [name for name in names if name not in held]
@@ -277,9 +276,7 @@ def _outcome(task: Task, errors: Mapping[str, _Errors]) -> Row:
     groups = np.array(list(task.groups.values()))
     scores = {model: _scores(own, errors["none"]) for model, own in errors.items()}
     judged = [group for group in sorted(set(groups.tolist())) if np.isfinite(scores["none"][:, groups == group]).any()]
-    by_group = {
-        model: np.array([np.nanmean(own[:, groups == group]) for group in judged]) for model, own in scores.items()
-    }
+    by_group = {model: np.array([np.nanmean(own[:, groups == one]) for one in judged]) for model, own in scores.items()}
     rows = [
         {
             "model": model,

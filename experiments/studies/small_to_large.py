@@ -146,19 +146,11 @@ def profiled_boxes() -> list[Box]:
 
 def collectives_of(box: Box) -> list[Collective]:
     """Measurements of a box's collectives."""
-    ranks, near, bytes_of = box.num_ranks, box.ranks_per_node, cases("box")["bytes"]
-    layouts = sorted({(ranks, near), (box.nodes, 1), (near, near)})
+    ranks, near, sizes = box.num_ranks, box.ranks_per_node, cases("box")["bytes"]
+    layouts = sorted(layout for layout in {(ranks, near), (box.nodes, 1), (near, near)} if layout[0] > 1)
     kinds = ("all_reduce", "all_gather", "reduce_scatter")
-    found = [
-        Collective(kind, size, *layout)
-        for layout in layouts
-        if layout[0] > 1
-        for kind in kinds
-        for size in bytes_of["collectives"]
-    ]
-    return found + [
-        Collective("send_recv", n, 2, here) for here in (1, 2) if here <= near for n in bytes_of["messages"]
-    ]
+    found = [Collective(kind, n, *layout) for layout in layouts for kind in kinds for n in sizes["collectives"]]
+    return found + [Collective("send_recv", n, 2, here) for here in (1, 2) if here <= near for n in sizes["messages"]]
 
 
 def sleeping(box: Box) -> SleepingLatency:
@@ -196,9 +188,8 @@ def training_folders(out: Path) -> list[Path]:
     for folder in folders:
         ranks = Box.from_dict(read_json(folder / "plan.json")["box"]).num_ranks
         if ranks > MOST_TRAINING_RANKS:
-            raise CollectError(
-                f"only boxes of at most {MOST_TRAINING_RANKS} ranks may train, got {ranks} ranks in {folder}"
-            )
+            rule = f"only boxes of at most {MOST_TRAINING_RANKS} ranks may train"
+            raise CollectError(f"{rule}, got {ranks} ranks in {folder}")
     return folders
 
 

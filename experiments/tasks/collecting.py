@@ -171,9 +171,7 @@ def _count(events: Sequence[dict[str, Any]]) -> int:
     return sum(len(event["ops"]) + len(event["collectives"]) for event in events)
 
 
-def plan_in_box(
-    box: Box, jobs: Sequence[Job], role: str, counts: dict[str, int], event_seconds: float
-) -> dict[str, Any]:
+def plan_in_box(box: Box, jobs: Sequence[Job], role: str, counts: dict[str, int], event_s: float) -> dict[str, Any]:
     """A plan of sleeping jobs in a box.
 
     Events that are real in a box are measured: collectives, and the ops that are too short to be replaced by sleeping.
@@ -185,7 +183,7 @@ def plan_in_box(
         "collectives": sorted({each for _, messages in found for each in messages}, key=str),
     }
     runs = [("", role, job, counts) for job in jobs]
-    return box_plan(box, runs, SleepingLatency(hardware, box.links), event_seconds=event_seconds, **works)
+    return box_plan(box, runs, SleepingLatency(hardware, box.links), event_seconds=event_s, **works)
 
 
 HEAVY = 0.98  # share of the time of unknown calls that is measured
@@ -244,10 +242,7 @@ def collect_ops(
         )
         if progress:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
-    ops = [
-        {"kind": each.op.kind, "dims": list(each.op.dims), "dtype": each.op.dtype, "call": list(each.call)}
-        for each in chosen
-    ]
+    ops = [{"kind": of.op.kind, "dims": list(of.op.dims), "dtype": of.op.dtype, "call": list(of.call)} for of in chosen]
     event = {"name": "ops", "world_size": 1, "ops": ops, "collectives": [],
              "seconds": min(seconds, SECONDS_OF_ONE * len(ops))}  # fmt: skip
     plan = check_plan({"schema": SCHEMA, "runs": [], "events": [event], "device": "auto"})

@@ -66,10 +66,7 @@ def emulate(
     measured = list[dict[str, Any]]()
     for rank, own in zip(world.ranks, found, strict=True):
         collectives = [
-            {
-                **{key: value for key, value in row.items() if key != "calls"},
-                "calls_per_step": row["calls"] / len(seconds),
-            }
+            {**{key: of for key, of in row.items() if key != "calls"}, "calls_per_step": row["calls"] / len(seconds)}
             for row in own["collectives"]
         ]
         measured.append({"rank": rank, "step_seconds": list(chain(*own["rounds"])), "collectives": collectives})
@@ -115,10 +112,8 @@ def extra_delay(text: str) -> Delay:
         if numbered != bool(number) or not (numbered or what == "all" or what in COLLECTIVE_KINDS):
             raise ValueError
     except ValueError:
-        raise CollectError(
-            f"--extra-ms takes WHAT=MS, where WHAT is all, group:RANKS, bytes:AT_LEAST or one of "
-            f"{', '.join(COLLECTIVE_KINDS.names())}, got {text!r:.80}"
-        ) from None
+        what = f"all, group:RANKS, bytes:AT_LEAST or one of {', '.join(COLLECTIVE_KINDS.names())}"
+        raise CollectError(f"--extra-ms takes WHAT=MS, where WHAT is {what}, got {text!r:.80}") from None
     if not 0 <= seconds <= _MOST_S:
         raise CollectError(f"--extra-ms takes 0 to {1e3 * _MOST_S:g} ms, got {text!r:.80}")
 
@@ -290,19 +285,15 @@ def _check(script: Script, out: Path) -> None:
     if not script.path.is_file():
         raise CollectError(f"--script takes a Python file, got no file {script.path}")
     if script.ranks is not None and script.ranks > available_ranks():
-        raise CollectError(
-            f"every rank needs a core (or GPU) of its own: --nproc-per-node <= {available_ranks()} here, "
-            f"got {script.ranks}"
-        )
+        most = f"--nproc-per-node <= {available_ranks()} here"
+        raise CollectError(f"every rank needs a core (or GPU) of its own: {most}, got {script.ranks}")
     if out.exists() and not out.is_dir():
         raise CollectError(f"a collection is a folder, got the file {out}")
     check_writable(out)
     others = [path.name for path in (out / TRACED).glob("[!.]*") if path.name != script.name]
     if others or ((out / "plan.json").exists() and not (out / TRACED / script.name).exists()):
-        raise CollectError(
-            f"a folder holds one script with its arguments, or one plan: {out} was begun with another; choose another "
-            "folder (and name both when you train)"
-        )
+        rule = f"a folder holds one script with its arguments, or one plan: {out} was begun with another"
+        raise CollectError(f"{rule}; choose another folder (and name both when you train)")
 
 
 def run_script(
@@ -334,9 +325,6 @@ def _event_plan(found: Imported, seconds: float) -> dict[str, Any]:
     works = {work for graph in found.graphs for work in graph.works if work.kind != OPAQUE}
     collectives = sorted((w for w in works if isinstance(w, Collective) and 1 < w.group_size <= world), key=str)
     ops = sorted((work for work in works if not isinstance(work, Collective)), key=str)
-    items = {
-        "ops": [{**asdict(op), "dims": list(op.dims)} for op in ops],
-        "collectives": list(map(asdict, collectives)),
-    }
-    event = {"name": f"world{world}", "world_size": world, **items, "seconds": seconds}
+    work = {"ops": [{**asdict(op), "dims": list(op.dims)} for op in ops], "collectives": list(map(asdict, collectives))}
+    event = {"name": f"world{world}", "world_size": world, **work, "seconds": seconds}
     return check_plan({"schema": SCHEMA, "runs": [], "events": [event] if seconds > 0 else [], "device": "auto"})

@@ -86,10 +86,8 @@ class Emulation(Rounds):
         ranks = list(self.ranks)
         if not ranks or ranks != sorted(set(ranks)) or not 0 <= ranks[0] <= ranks[-1] < self.world_size:
             told = ",".join(map(str, ranks))
-            raise CollectError(
-                f"--ranks must be different numbers from 0 to below --world-size, in ascending order, got {told!r:.80} "
-                f"and {self.world_size}"
-            )
+            rule = "--ranks must be different numbers from 0 to below --world-size, in ascending order"
+            raise CollectError(f"{rule}, got {told!r:.80} and {self.world_size}")
 
 
 @dataclass(frozen=True, kw_only=True)

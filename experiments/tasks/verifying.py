@@ -30,9 +30,8 @@ def strategies_of(job: Job, found: Mapping[str, Any]) -> list[Job]:
     """The strategies of a search that fit in memory, best first."""
     rows = found.get("choices") or found.get("top")
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
-        raise CollectError(
-            "a search's result must hold `choices` or `top`: write it with `stepsight search JOB --json`"
-        )
+        rule = "a search's result must hold `choices` or `top`"
+        raise CollectError(f"{rule}: write it with `stepsight search JOB --json`")
     tables = {"parallel": ParallelSpec, "batch": BatchSpec}
     known = {section: {item.name for item in fields(spec)} for section, spec in tables.items()}
     jobs = []
