@@ -1,8 +1,6 @@
-"""``stepsight calibrate`` of parts of a predictor; first what all calibrations report.
-
-A cluster's own collectives correct its network; imported traces correct kernels, launches and overlap.
-
-Collectives of small groups are fitted and larger ones judge; each traced op is left out when it is judged.
+"""``stepsight calibrate`` of parts of a predictor: a cluster's own collectives correct its network, imported traces
+kernels, launches and overlap.  Collectives of small groups are fitted and larger ones judge; each traced op is left out
+when it is judged.  First what all calibrations report.
 """
 
 from __future__ import annotations
@@ -107,8 +105,6 @@ class Report:
             replace(self.calibrated, manifest={**manifest, "name": "", "digest": own, key: record}).save(self.out)
 
 
-# --- a table of collectives -------------------------------------------------------------------------------------------
-
 _PLACE = re.compile(r"\b(?:in|out-of)-place\b")
 FEWEST_COLLECTIVES = 8  # collectives between nodes that a calibration takes
 LARGER, LAYOUTS = "larger groups", "each layout left out in turn"
@@ -187,16 +183,13 @@ def _one_software(measured: Measurements, asked: str) -> tuple[dict[Collective, 
     return found[chosen], chosen, {name: count for name, count in counts.items() if name != chosen}
 
 
-# --- imported traces --------------------------------------------------------------------------------------------------
-
 FEWEST_OPS = 8  # distinct ops that a calibration takes
 
 
 def calibrate_traces(paths: Sequence[Path], predictor: Predictor | str, out: Path) -> Report:
-    """Correct a predictor with imported traces of its hardware, and write it if it improves.
-
-    Kernels are corrected by kind, launches and overlap replaced where the traces tell; what does not lower the error
-    on ops that were left out is left as it was.  The shipped predictor itself is never changed.
+    """Correct a predictor with imported traces of its hardware, and write it if it improves: kernels by kind, launches
+    and overlap where the traces tell. What does not lower the error on ops that were left out is left as it was. The
+    shipped predictor itself is never changed.
     """
     start = starting_predictor(predictor, out)
     folders = [folder for path in paths for folder in run_folders(path) if is_imported(folder)]

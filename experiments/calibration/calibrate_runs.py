@@ -215,9 +215,8 @@ def _evidence(by: str, rows: Sequence[Scored], after: Sequence[float], every_row
 
 
 def sure_gain(rows: Sequence[Scored], after: Sequence[float]) -> float:
-    """Percentage points by which the mean absolute error falls at least, with a confidence of 90 %.
-
-    Few runs show little: their spread is joined with a prior one, as if ``PRIOR_RUNS`` more had differed by it.
+    """Percentage points by which the mean absolute error falls at least, with a confidence of 90 %. Few runs show
+    little: their spread is joined with a prior one, as if ``PRIOR_RUNS`` more had differed by it.
     """
     pairs = zip(rows, after, strict=True)
     gains = np.array([abs(row.error) - abs(100.0 * (s / row.measured_s - 1.0)) for row, s in pairs])

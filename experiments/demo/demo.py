@@ -122,10 +122,9 @@ def sized_job(
 
 
 def jobs_of(role: str) -> list[Job]:
-    """The jobs of ``jobs.csv`` with a role.
-
-    Jobs to profile never run: their distinct ops are measured alone, and widen the regressors' support.  No shape of a
-    held-out job occurs in the others; GPipe, and sequence parallelism for Llama, are not in the training runs.
+    """The jobs of ``jobs.csv`` with a role. Jobs to profile never run: their distinct ops are measured alone, and widen
+    the regressors' support. No shape of a held-out job occurs in the others; GPipe, and sequence parallelism for Llama,
+    are not in the training runs.
     """
     text = resources.files(__package__).joinpath("jobs.csv").read_text("utf-8")
     rows = [[int(word) if word.isdigit() else word for word in row] for row in csv.reader(text.splitlines())]

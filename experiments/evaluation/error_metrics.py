@@ -156,10 +156,9 @@ def errors(predicted: Times, measured: Times) -> Errors:
 
 
 def regret(groups: Sequence[Hashable], predicted: Sequence[float], measured: Sequence[float]) -> float | None:
-    """How much slower the chosen runs are than the best ones: percent, mean over groups.
-
-    In each group the run with the shortest predicted time is chosen (the mean of those predicted alike); a group in
-    which all are predicted alike leaves no choice and does not count.  None if no group does.
+    """Percent by which the chosen runs are slower than the best ones, mean over groups: in each the run with the
+    shortest predicted time is chosen (the mean of those predicted alike). A group in which all are predicted alike
+    leaves no choice and does not count; None if no group does.
     """
     costs = []
     for rows in rows_by(groups).values():
@@ -180,10 +179,8 @@ MISSED = 0.1  # share of measured times that may lie outside of their intervals
 
 
 def interval_score(rows: Sequence[Any]) -> float | None:
-    """Mean interval score of rows as ``Scored``, in parts of the measured time.
-
-    It is the width, and ``2 / MISSED`` times what a run lies outside of its interval; less is better (Gneiting and
-    Raftery 2007, equation 43).
+    """Mean interval score of rows as ``Scored``, in parts of the measured time: the width, and ``2 / MISSED`` times
+    what a run lies outside of its interval; less is better (Gneiting and Raftery 2007, equation 43).
     """
     costs = []
     for row in rows:

@@ -263,10 +263,9 @@ five fastest runs are predicted in their order"""
 def evaluation_text(
     result: Evaluation, num_worst: int, calibrated: Mapping[str, Any] | None = None, *, groups: bool = False
 ) -> str:
-    """Figures per source, per kind and overall; the baselines; calibrated figures; skipped rows; the worst rows.
-
-    ``calibrated`` holds what ``Calibrated.to_dict`` returns, by a description of the rows that were fitted;
-    ``groups``: also every group of runs between which one could choose.
+    """Figures per source, per kind and overall; the baselines; figures of ``calibrated`` predictions by a description
+    of the rows that were fitted; skipped rows; the worst rows; with ``groups`` every group of runs between which one
+    could choose.
     """
     value = result.to_dict()
     used = {name: row for name, row in value["sources"].items() if row["used"]}

@@ -366,10 +366,9 @@ def _sharding(row: Row, framework: Framework, dp: int) -> dict[str, Any]:
 
 
 def open_cells(row: Row, framework: Framework) -> dict[str, tuple[Any, ...]]:
-    """Cells that a row leaves open although they matter: by column the values that they may have.
-
-    A row without a word about recomputation may have run any way where the framework's policy decides.  Virtual stages
-    that a row leaves open are as usual in the framework's recipes (``Job.open_stages``).
+    """Cells that a row leaves open although they matter, by column the values that they may have: a row without a word
+    about recomputation may have run any way where the framework's policy decides. Virtual stages that a row leaves open
+    are as usual in the framework's recipes (``Job.open_stages``).
     """
     dp = _degrees(row)["dp"]
     found: dict[str, tuple[Any, ...]] = {}

@@ -68,9 +68,8 @@ def _known_names() -> dict[str, tuple[Column, float]]:
 
 
 def read_header(names: Sequence[str]) -> list[tuple[str, float]]:
-    """Stepsight's name of each column, and the factor from its unit to stepsight's.
-
-    A column that is not known keeps its name, in lower case, and so does another name of a column that is there itself.
+    """Stepsight's name of each column, and the factor from its unit to stepsight's. A column that is not known keeps
+    its name, in lower case, and so does another name of a column that is there itself.
     """
     plain, found = dict.fromkeys(name.strip().lower() for name in names), list[tuple[str, float]]()
     for written in names:
@@ -205,9 +204,8 @@ def number_in(text: str, name: str) -> float:
 
 
 def read_runs_table(path: Path) -> list[Row]:
-    """Rows of a ``.csv`` or ``.csv.gz`` file with the needed columns and as many of the others as are known.
-
-    A row without a ``row_id`` has the number of its line; a column's name may be written in capitals.
+    """Rows of a ``.csv`` or ``.csv.gz`` file with the needed columns and as many of the others as are known. A row
+    without a ``row_id`` has the number of its line; a column's name may be written in capitals.
     """
     rows = list[Row]()
     try:

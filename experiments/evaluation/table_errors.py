@@ -130,10 +130,8 @@ def _family(work: Op | Collective) -> str:
 
 
 def _by_recipes(measured: Measurements, predictor_of: PredictorOf) -> tuple[Measurements, list[str | int], list[str]]:
-    """The rows as shipped predictors were trained on them, and what ran each: a name, or an index in the predictor.
-
-    A shipped predictor has the patterns of its recipe for software (-1: none of them matches), and predicts products
-    in 8 bits without the conversion of their input.
+    """The rows as shipped predictors were trained on them, without the conversion of the input of products in 8 bits;
+    and what ran each: a name, or an index among the predictor's patterns for software (-1: none of them matches).
     """
     ran: list[str | int] = list(measured.software)
     doubts, sources = [], {file.digest for file in measured.files.values()}
@@ -283,10 +281,9 @@ def table_errors_text(result: TableErrors) -> str:
 
 
 def judge_collection(path: Path, predictor: Predictor | str | None = None) -> dict[str, Any]:
-    """Compare the measured runs of a collection with predictions; runs that trained the predictor are left out.
-
-    Runs that the predictor cannot speak for are ``apart``, by reason: runs with compiled kernels where it was taught
-    none, and runs that take most of their time in what was never measured.
+    """Compare the measured runs of a collection with predictions; runs that trained the predictor are left out. Runs
+    that the predictor cannot speak for are ``apart``, by reason: runs with compiled kernels where it was taught none,
+    and runs that take most of their time in what was never measured.
     """
     rows, skipped = list[dict[str, Any]](), Counter[str]()
     manifest = predictor.manifest if isinstance(predictor, Predictor) else {}

@@ -97,11 +97,8 @@ def least_factor(predictor: Predictor | None, job: Job) -> float:
 
 
 class FastestDevice:
-    """A lower bound of latency in a cluster: each op takes the least time of all kinds of devices.
-
-    Args:
-        own: Of the job's own hardware, whose collectives all devices share.
-        others: Of the other devices.
+    """A lower bound of latency in a cluster: each op takes the least time of all kinds of devices, and collectives that
+    of the job's own hardware.
     """
 
     knows_context = False

@@ -19,15 +19,13 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.search.settings import Goal, Seconds
-from stepsight.experiments.search.sharding import sharding_facts
+from stepsight.experiments.search.sharding import ExpertLoads, sharding_facts
 from stepsight.simulator.memory import Memory, is_tight
 from stepsight.training.prediction.ask_many import Answers
 from stepsight.training.prediction.prediction import Prediction
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-    from stepsight.experiments.search.sharding import ExpertLoads
 
 
 _SHOWN = (
@@ -279,21 +277,15 @@ class SearchResult:
         }
 
     def to_frame(self) -> DataFrame:
-        """A pandas table with a row for each strategy, best first.
-
-        Its columns are the keys of ``Choice.to_dict``, and the objectives of the goal; with ``robust`` by regret, the
-        expected regret too.
+        """A pandas table with a row for each strategy, best first: the keys of ``Choice.to_dict``, and the objectives
+        of the goal; with ``robust`` by regret, the expected regret too.
         """
         from pandas import DataFrame
 
         return DataFrame(self._rows)
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw iteration time over memory of every strategy that was timed.
-
-        Args:
-            axes: The matplotlib axes to draw on; None: a new figure.
-        """
+        """Draw iteration time over memory of every strategy that was timed, on matplotlib axes or a new figure."""
         from stepsight.experiments.reports.plots import draw_search, new_axes
 
         axes = new_axes() if axes is None else axes
@@ -350,13 +342,11 @@ def find_rivals(choices: Sequence[Choice]) -> tuple[Rival, ...]:
 
 
 def by_expected_regret(choices: Sequence[Choice]) -> tuple[list[Choice], tuple[float, ...]]:
-    """Sort the fastest strategies by their expected regret.
+    """Sort the fastest strategies, ``1 + MOST_RIVALS`` at most, by their expected regret; all choices, and these
+    regrets in percent.
 
-    The regret of a strategy is how much longer it takes than the fastest of them turns out to take.  The errors of
-    kinds of ops and collectives are drawn; strategies share them.
-
-    Returns:
-        All choices, and the expected regret in percent of the first of them: ``1 + MOST_RIVALS`` strategies at most.
+    The regret of a strategy is how much longer it takes than the fastest of them turns out to take. The errors of kinds
+    of ops and collectives are drawn; strategies share them.
     """
     compared, _, seconds, size = _compared(choices)
     if not compared:
@@ -386,10 +376,8 @@ def _compared(choices: Sequence[Choice]) -> tuple[list[Choice], list[str], Float
 def expected_regrets(seconds: Floats, rest: Floats, size: float) -> Floats:
     """Mean excess of each strategy over the fastest one of each sample; relative, shape ``(n,)``.
 
-    Args:
-        seconds: Of each strategy by kind of op and collective, shape ``(n, kinds)``.
-        rest: Seconds that have no error, shape ``(n,)``.
-        size: Standard deviation of the logarithm of each kind's error, whose mean is 1.
+    ``seconds`` are by kind of op and collective, shape ``(n, kinds)``, ``rest`` those that have no error, shape
+    ``(n,)``; ``size``: standard deviation of the logarithm of each kind's error, whose mean is 1.
     """
     half = np.random.default_rng(0).standard_normal((DRAWS // 2, seconds.shape[1]))
     errors = np.exp(size * np.concatenate([half, -half]) - size**2 / 2.0)

@@ -1,6 +1,5 @@
-"""The best way to distribute a model in a file: data, tensor and pipeline parallelism and micro-batches, all tried.
-
-The experiment of DistIR (Santhanam et al., arXiv:2111.05426): a grid of transforms of one program, by predicted time.
+"""The best way to distribute a model in a file: data, tensor and pipeline parallelism and micro-batches, all tried by
+predicted time, as in the experiment of DistIR (Santhanam et al., arXiv:2111.05426).
 """
 
 from __future__ import annotations

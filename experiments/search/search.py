@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,9 +39,7 @@ from stepsight.simulator.memory import estimate_memory
 from stepsight.training.corrections.intervals import seconds_text
 from stepsight.training.prediction.ask_many import ask_many
 from stepsight.training.prediction.prediction import predict
-
-if TYPE_CHECKING:
-    from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.predictor import Predictor
 
 TRIALS = 200  # of samplers, which would never stop
 FEWEST, MOST = 32, 1024  # strategies predicted together: with more, some predictions are unnecessary

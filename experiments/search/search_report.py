@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stepsight.dataset.base.files import write_text
 from stepsight.dataset.configs.documents import job_toml
@@ -16,13 +16,10 @@ from stepsight.dataset.job.job import Job
 from stepsight.experiments.reports.job_texts import TIGHT, written_text
 from stepsight.experiments.reports.plots import plot_front, plot_search
 from stepsight.experiments.reports.text_table import Number, table_of
-from stepsight.experiments.search.choices import cost_axis
+from stepsight.experiments.search.choices import Rival, SearchResult, cost_axis
 from stepsight.experiments.search.search import best_expressed
 from stepsight.experiments.search.settings import INTERVAL
 from stepsight.training.corrections.intervals import seconds_text
-
-if TYPE_CHECKING:
-    from stepsight.experiments.search.choices import Rival, SearchResult
 
 
 def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:

@@ -133,11 +133,8 @@ class Goal:
 
 
 def read_prices(path: Path) -> tuple[dict[str, float], dict[str, float]]:
-    """Read prices of a device-hour, and watts of a device, by hardware.
-
-    Args:
-        path: A ``.toml`` file with a table ``[price_per_device_hour]`` and, if wanted, ``[power_w]``; keys are names
-            of hardware, as a job file takes them.
+    """Read prices of a device-hour and watts of a device, by hardware as a job file names it: the tables
+    ``[price_per_device_hour]`` and ``[power_w]`` of a ``.toml`` file, either of which may be absent.
     """
     from stepsight.dataset.hardware.hardware import canonical_hardware
 

@@ -225,12 +225,8 @@ def has_torchrec() -> bool:
 
 
 def planner_places(job: Job, kinds: Sequence[str] = ()) -> tuple[TablePlacement, ...]:
-    """The plan of ``EmbeddingShardingPlanner`` with its default cost model, for a job's tables and devices.
-
-    ``kinds``: those that tables may have; by default all.
-
-    Raises:
-        StepsightError: If torchrec is not installed, or finds no plan.
+    """The plan of ``EmbeddingShardingPlanner`` with its default cost model, for a job's tables and devices; ``kinds``:
+    those that tables may have, by default all.
     """
     if not has_torchrec():
         raise StepsightError("torchrec's planner needs torchrec 1.8, which is not installed")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +22,7 @@ from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.simulator.clock.engine import NUM_CLOCKS
 from stepsight.simulator.clock.track import through
 from stepsight.training.prediction.prediction import Prediction, predict
-
-if TYPE_CHECKING:
-    from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.predictor import Predictor
 
 Floats: TypeAlias = NDArray[np.float64]
 Counts: TypeAlias = tuple[int, ...]
@@ -126,9 +124,8 @@ class _Search:
         return min(self.tried, key=key)
 
     def next_counts(self, counts: Counts) -> Counts:
-        """The distribution with the shortest longest part, by lines through one and its shifted neighbour.
-
-        In the neighbour, of every two neighbouring parts, one has given a layer to the other.
+        """The distribution with the shortest longest part, by lines through one and its shifted neighbour, in which of
+        every two neighbouring parts one has given a layer to the other.
         """
         here, shifted, parts = self.ask(counts), list(counts), len(counts)
         for part in range(0, parts - 1, 2):

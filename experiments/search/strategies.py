@@ -200,9 +200,8 @@ class Block:
 
     @cached_property
     def parameters(self) -> dict[str, list[Any]]:
-        """Values by parameter of a trial.
-
-        A parameter's values may not change within a study: where they depend on the layout, so does its name.
+        """Values by parameter of a trial, which may not change within a study: where they depend on the layout, so does
+        the parameter's name.
         """
         return {f"{key}[{'|'.join(map(str, values))}]": list(values) for key, values in self.options.items()}
 

@@ -35,11 +35,10 @@ from stepsight.experiments.search.settings import Seconds, Space
 from stepsight.experiments.search.strategies import Grid
 from stepsight.training.prediction.ask_many import Answers, ask_many
 from stepsight.training.prediction.prediction import predict
+from stepsight.training.predictor.predictor import Predictor
 
 if TYPE_CHECKING:
     import optuna
-
-    from stepsight.training.predictor.predictor import Predictor
 
 _SECONDS = "seconds"  # attribute of a trial: its ``Seconds``
 _MOST_S = 1e12  # of a stored time
@@ -245,10 +244,8 @@ class LegalStrategies:
         return self._grid.strategy(self._grid.suggest(trial))
 
     def enqueue(self, study: optuna.Study, most: int = 100) -> int:
-        """Queue the strategies with the least time bounds that may fit in memory; the study evaluates them first.
-
-        Returns:
-            How many were queued that the study did not have.
+        """Queue the strategies with the least time bounds that may fit in memory, which the study evaluates first; how
+        many were queued that it did not have.
         """
         order = np.argsort(self.bounds.seconds, kind="stable")
         before = len(study.get_trials(deepcopy=False))
@@ -260,9 +257,6 @@ class LegalStrategies:
         """Predicted iteration time of a trial's strategy, in seconds, with memory as a constraint.
 
         A strategy whose bound is above the best value of the study is pruned without asking for its time.
-
-        Raises:
-            optuna.TrialPruned: If the strategy cannot be the best.
         """
         import optuna
 

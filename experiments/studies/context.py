@@ -70,9 +70,6 @@ LEAST_LOG = 1e-4  # smaller mean errors of the regressors alone count as this on
 TREES = {"trees, own features": (), "trees, neighbours' features": RELATIONS}
 
 
-# --- tasks ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Split:
     """What models learn from, and what judges them."""
@@ -153,9 +150,6 @@ def _regressors(collections: Sequence[Path]) -> tuple[Predictor, list[Taught]]:
     return Predictor(hardware, kernel, collective), [*runs, *imported]
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
-
-
 def roofline(graph: SegmentGraph, alone: Array) -> Array:
     """A context model that replaces the seconds alone by those of a roofline."""
     works = [node.work for node in graph.program.nodes]
@@ -179,9 +173,8 @@ def rows_of(graph: SegmentGraph, alone: Array, relations: Sequence[str]) -> Arra
 
 
 def fit_tree_context(split: Split, seed: int, relations: tuple[str, ...]) -> tuple[OwnContext, float]:
-    """Train trees on features of nodes, with columns about their neighbours along some relations.
-
-    They learn from nodes, and from iterations, whose error each node on the critical path has.
+    """Train trees on features of nodes and of their neighbours along some relations; they learn from nodes, and from
+    iterations, whose error each node on the critical path has.
     """
     begin, (examples, wholes) = time.process_time(), joined(split.seen)
     known = [each for each in examples if each.known.any()]
@@ -217,9 +210,6 @@ def fit_all(split: Split, seed: int) -> Fitted:
     for form, own in {**FORMS, AUTO: tuple(held.strengths.tolist())}.items():
         models[form] = (mean_network(networks, own), took) if any(own) else (None, took * (form != "none"))
     return models | {name: fit_tree_context(split, seed, relations) for name, relations in TREES.items()}
-
-
-# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass

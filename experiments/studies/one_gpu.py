@@ -174,7 +174,6 @@ def measured_ops(folders: Iterable[Path], *, heldout: bool) -> dict[Op, float]:
 
 def _run_rows(predictor: Predictor, collection: Collection) -> Row:
     """Peak bytes of tensors of each measured run, and times of single ranks of large jobs with emulated communication.
-
     Libraries allocate workspaces too, the same for each run: ``predicted_bytes`` has what the smallest training run
     holds beyond its estimate.
     """

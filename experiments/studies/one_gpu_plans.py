@@ -127,9 +127,8 @@ def facts(device: str, hardware: str) -> Hardware:
 
 
 def _chosen(device: str, hardware: str, variant: str, part: float) -> list[StepCase]:
-    """Runs of a variant, the first of each role; emulated ranks run once, eager, at the end.
-
-    Training and held-out runs alternate, so that a drift of the device affects both equally.
+    """Runs of a variant, the first of each role, which alternate, so that a drift of the device affects both equally;
+    emulated ranks run once, eager, at the end.
     """
     found = [case for case in step_cases(device, hardware) if variant == "eager" or case.compiled]
     places: list[tuple[float, str, StepCase]] = []
@@ -224,9 +223,8 @@ def _random_job(space: OpSpace, rng: random.Random, hardware: Hardware) -> Job:
 
 
 def draw(space: OpSpace, count: int, hardware: Hardware, seed: int, families: Collection[str] = ()) -> list[Op]:
-    """About ``count`` distinct ops of random jobs, of some families (empty: of all); fewer if a space has fewer.
-
-    ``hardware`` says what is too long.
+    """About ``count`` distinct ops of random jobs, of some families (empty: of all), that are not too long on
+    ``hardware``; fewer if a space has fewer.
     """
     rng = random.Random(seed)
     shares = {name: share for name, share in space.shares.items() if not families or name in families}

@@ -31,9 +31,6 @@ FOLDS = 5  # a fifth of the shapes is held out
 CALIBRATED_RANKS = 64
 
 
-# --- kernels ----------------------------------------------------------------------------------------------------------
-
-
 SPLITS: dict[str, dict[str, Callable[[Op], Hashable]]] = {
     "gemm": {"unseen n, k": lambda op: op.dims[1:]},
     "attention": {"unseen heads": lambda op: (*op.dims[1:3], op.dims[5])},  # heads, key-value heads and their size
@@ -41,9 +38,8 @@ SPLITS: dict[str, dict[str, Callable[[Op], Hashable]]] = {
 
 
 def kernel_figures(name: str, rows: OpRows, hardware: Hardware, seed: int = 0) -> list[Row]:
-    """Errors in percent of all families of one device on held-out shapes, with all splits.
-
-    Regressors are fitted on the rows that are not held out.
+    """Errors in percent of all families of one device on held-out shapes, with all splits; regressors are fitted on the
+    others.
     """
     found = []
     for (family, precision), indices in rows_by([(op.family, dtype_class(op, hardware)) for op in rows.ops]).items():
@@ -88,9 +84,6 @@ def run_kernels(options: argparse.Namespace) -> tuple[Any, str]:
                "median": "median", "p90": "p90", "own software": "own_mape", "own, long": "long_mape",
                "roofline": "roofline_mape"}  # fmt: skip
     return {"figures": figures}, table_of(figures, columns)
-
-
-# --- collectives between nodes ----------------------------------------------------------------------------------------
 
 
 H100, TESTS = "h100-sxm", "collectives/nccl-tests-cluster"  # the predictor that is judged, and the table

@@ -45,7 +45,6 @@ LABELS = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}  # of th
 COMMUNICATION_BOUND = 0.4  # share of the predicted iteration in which ranks wait for communication
 _NOTHING_S = 1e-9
 
-# --- runs in boxes ---------------------------------------------------------------------------------------------------
 
 MOST_TRAINING_RANKS = 4
 RATE = 100  # Mbit/s
@@ -159,12 +158,9 @@ def sleeping(box: Box) -> SleepingLatency:
 
 
 def measure_cases(cases: Sequence[BoxCase], out: Path) -> list[str]:
-    """Run missing cases, one collection per box, and what ops and collectives take on their own.
-
-    Small boxes first.  All of a box's runs take turns, so that a drift of the machine touches them alike.
-
-    Returns:
-        Names of runs that used too much of the cores.
+    """Run missing cases, one collection per box, small boxes first, and what ops and collectives take on their own;
+    names of runs that used too much of the cores. All of a box's runs take turns, so that a drift of the machine
+    touches them alike.
     """
     rejected, boxes = [], dict[Box, list[BoxCase]]()
     # The work that a box's ranks really compute: copies and sums of gradients.
@@ -192,8 +188,6 @@ def training_folders(out: Path) -> list[Path]:
             raise CollectError(f"{rule}, got {ranks} ranks in {folder}")
     return folders
 
-
-# --- predictions beside measurements ---------------------------------------------------------------------------------
 
 # Passes of micro-batches: rows of rank, kind (an index of ``KIND_NAMES``), part, micro-batch, start and end in seconds
 # from the begin of the iteration, in the order of the first four; and begin and end of each rank's optimizer, sums of
@@ -246,11 +240,10 @@ def _in_order(table: Array) -> Array:
 def compare_cases(cases: Sequence[BoxCase], out: Path, predictor: Predictor) -> list[tuple[BoxCase, Row, Array]]:
     """Predict every case that ran, and compare it; cases for which the box was too busy have no run.
 
-    Returns:
-        Of each case its figures as ``--json`` prints them, and by how much starts and ends of passes are off, in parts
-        of the iteration, ``(2 * num_passes,)``.  ``spread_s``: largest less smallest of the repeats; ``cpu``: percent
-        of the cores' time that the ranks computed, in the busiest repeat; ``activity_error``: seconds by which lengths
-        of passes and optimizer are off, over their sum, mean over ranks; ``timestamp_error``: the median of those.
+    Of each, figures as ``--json`` prints them, and by how much starts and ends of passes are off, in parts of the
+    iteration, ``(2 * num_passes,)``. ``spread_s``: largest less smallest of the repeats; ``cpu``: percent of the cores'
+    time that the ranks computed, in the busiest repeat; ``activity_error``: seconds by which lengths of passes and
+    optimizer are off, over their sum, mean over ranks; ``timestamp_error``: the median of those.
     """
     found = []
     for case in cases:
@@ -290,9 +283,6 @@ def compare_cases(cases: Sequence[BoxCase], out: Path, predictor: Predictor) -> 
     return found
 
 
-# --- baselines --------------------------------------------------------------------------------------------------------
-
-
 class Silent(SleepingLatency):
     """Communication takes no time."""
 
@@ -312,13 +302,9 @@ def formula(job: Job) -> float:
     return sum(terms.values()) - terms["optimizer"]
 
 
-# --- the study --------------------------------------------------------------------------------------------------------
-
-
 def run_boxes(out: Path, only: str = "*") -> Row:
-    """Measure, train, predict and compare the runs whose names match ``only``; a second call continues.
-
-    What trains is always measured whole.
+    """Measure, train, predict and compare the runs whose names match ``only``; a second call continues. What trains is
+    always measured whole.
     """
     check_writable(out)
     wanted = [case for case in box_cases() if fnmatch(case.name, only)]

@@ -172,9 +172,8 @@ def _count(events: Sequence[dict[str, Any]]) -> int:
 
 
 def plan_in_box(box: Box, jobs: Sequence[Job], role: str, counts: dict[str, int], event_s: float) -> dict[str, Any]:
-    """A plan of sleeping jobs in a box.
-
-    Events that are real in a box are measured: collectives, and the ops that are too short to be replaced by sleeping.
+    """A plan of sleeping jobs in a box; measured are events that are real there: collectives, and the ops that are too
+    short to be replaced by sleeping.
     """
     hardware = HARDWARE[BOX_HARDWARE]
     found = [signatures(box.holds(job), hardware) for job in jobs]

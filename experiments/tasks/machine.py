@@ -24,9 +24,8 @@ _NAMES = {"torch_geometric": "torch-geometric", "sqlalchemy": "SQLAlchemy"}
 def check_machine() -> dict[str, Any]:
     """Look at this machine; takes about a second and changes nothing.
 
-    Returns:
-        ``libraries`` (version, None if absent, and the extra that brings it), ``cores``, ``memory_bytes``, ``gpus``,
-        ``links``, ``quiet`` (empty, or why measurements would be bad), and ``can``: what works here, and else why not.
+    Libraries have a version (None if absent) and the extra that brings them; ``quiet`` says why measurements would be
+    bad, and ``can`` what works here, or else why not.
     """
     libraries = {name: {"version": _version(name), "extra": extra} for name, extra in EXTRAS.items()}
     gpus, box = list[dict[str, str]](), ""

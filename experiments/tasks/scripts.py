@@ -173,9 +173,8 @@ _ASKED = threading.Lock()  # ranks send their questions from their own threads
 
 @contextmanager
 def answers_of(delay: Delay) -> Iterator[tuple[int, int]]:
-    """Answer one process' requests for delays until the block ends; yield its ends of both pipes.
-
-    A question is a line of JSON: kind, bytes, group size and ranks per node.
+    """Answer one process' requests for delays, lines of JSON with kind, bytes, group size and ranks per node, until the
+    block ends; yield its ends of both pipes.
     """
     asked, questions = os.pipe()
     answers, told = os.pipe()
@@ -238,9 +237,8 @@ def ranks_of(text: str | None) -> int | None:
 
 
 def collect_script(script: Script, out: Path, event_seconds: float, *, progress: bool = True) -> dict[str, Any]:
-    """Run a script, trace it, import the traces, and measure its distinct ops and collectives.
-
-    A killed collection resumes: with the script, with the import, or where the measurements stopped.
+    """Run a script, trace it, import the traces, and measure its distinct ops and collectives. A killed collection
+    resumes: with the script, with the import, or where the measurements stopped.
     """
     _check(script, out)
     out.mkdir(parents=True, exist_ok=True)

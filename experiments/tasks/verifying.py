@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from operator import itemgetter
 from pathlib import Path
 from statistics import median_high
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stepsight.dataset.base.errors import CollectError, JobError
 from stepsight.dataset.base.files import read_json
@@ -19,9 +19,7 @@ from stepsight.experiments.reports.text_table import Column, table_of
 from stepsight.experiments.tasks.collecting import available_ranks, plan_in_box, run_plan
 from stepsight.training.measured.planning import as_the_harness_runs, collectable, make_plan, run_name
 from stepsight.training.prediction.prediction import Prediction, predict
-
-if TYPE_CHECKING:
-    from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.predictor import Predictor
 
 ROLE = "verify"  # role of the runs: they never train a predictor
 
