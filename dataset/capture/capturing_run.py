@@ -19,8 +19,7 @@ from typing import Any
 
 from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.base.files import read_json
-from stepsight.dataset.capture.captured import Captured
-from stepsight.dataset.capture.record_graph import CapturedRank, graph_of_record
+from stepsight.dataset.capture.captured import Captured, CapturedRank, graph_of_record
 from stepsight.dataset.graph.program import COLLECTIVE
 from stepsight.dataset.harness.running.workers import how_ended
 

@@ -17,7 +17,7 @@ import numpy as np
 from stepsight.dataset.base.bounded import reason
 from stepsight.dataset.base.errors import MALFORMED, CaptureError, StepsightError
 from stepsight.dataset.base.files import preset
-from stepsight.dataset.capture.record_graph import op_of_call
+from stepsight.dataset.capture.captured import op_of_call
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tensors.calls import POINTWISE, attention, matrix_product, rows_of
 from stepsight.dataset.tensors.ranks import TensorStep

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from stepsight.dataset.base.errors import CaptureError
-from stepsight.dataset.capture.record_graph import COMPOSITE, FORM, CapturedRank, graph_of_record
+from stepsight.dataset.capture.captured import COMPOSITE, CapturedRank, graph_of_record
 from stepsight.dataset.graph.columns import PHASES
 from stepsight.dataset.graph.program import COLLECTIVE, OP
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Op
@@ -87,7 +87,7 @@ class _Rank:
             op = Op("adamw", (numel, len(self._updated)), step.dtype)
             self._op(op, TensorCall("adamw", (), (), name="adamw", phase=OPTIMIZER), before)
         return {
-            **{"form": FORM, "rank": self._ranks["pp"][self._stage], "world_size": step.world_size},
+            **{"rank": self._ranks["pp"][self._stage], "world_size": step.world_size},
             **{"works": list(self._works), "names": list(self._names), "streams": list(self._streams)},
             **{"nodes": self._nodes, "live_bytes": self._live, "edges": self._edges, "notes": list(step.notes)},
             "groups": [[name, list(ranks)] for name, (_, ranks) in self._groups.items()],

@@ -14,8 +14,7 @@ import numpy as np
 from stepsight.dataset.base.bounded import reason
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.base.files import check_writable, read_json, write_json
-from stepsight.dataset.capture.captured import Captured
-from stepsight.dataset.capture.record_graph import COMPOSITE, CapturedRank
+from stepsight.dataset.capture.captured import COMPOSITE, Captured, CapturedRank
 from stepsight.dataset.graph.program import OP
 from stepsight.dataset.hardware.hardware import HARDWARE, Hardware, roofline_seconds
 from stepsight.dataset.harness.plan.plan_checks import MOST_CPU, SCHEMA, check_plan

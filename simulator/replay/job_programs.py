@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.capture.captured import Captured, read_captured
-from stepsight.dataset.capture.record_graph import CapturedRank
+from stepsight.dataset.capture.captured import Captured, CapturedRank, read_captured
 from stepsight.dataset.graph.program import COLLECTIVE, PHASES, Dependency, Node, Program
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.graph.relations import positions

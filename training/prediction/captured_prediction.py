@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from stepsight.dataset.base.errors import PredictorError
-from stepsight.dataset.capture.captured import Captured, compute_flops, warnings_once
-from stepsight.dataset.capture.record_graph import CapturedRank
+from stepsight.dataset.capture.captured import Captured, CapturedRank, compute_flops, warnings_once
 from stepsight.dataset.graph.graph_files import check_graph
 from stepsight.dataset.graph.program import FACTS, OP, PHASES, Program
 from stepsight.dataset.hardware.hardware import canonical_hardware, find_fabric, unknown_hardware, usual_fabric

@@ -31,8 +31,6 @@ from .fake_tensors import FakeWorld
 from .recorder import Recorder
 from .sharded_tables import install_tables
 
-FORM = 1  # of the record
-
 
 def main() -> None:
     """Run what a request says: ``python -m harness.capturing.running_script request.json``."""
@@ -123,7 +121,7 @@ class Steps:
         return {
             **{name: request[name] for name in ("rank", "world_size", "device")},
             **{name: list(getattr(recorder, name)) for name in ("works", "names", "streams", "notes")},
-            **{"form": FORM, "torch": torch.__version__, "boundary": self._boundary[0] if self._boundary else None},
+            **{"torch": torch.__version__, "boundary": self._boundary[0] if self._boundary else None},
             **{"nodes": recorder.nodes, "live_bytes": recorder.live_bytes, "issued": collectives.issued},
             "edges": [[*ends, why] for ends, why in recorder.edges.items()],
             "groups": [[name, list(ranks)] for ranks, (_, name) in collectives.groups.items()],
