@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch_geometric.nn import SimpleConv
 
-from stepsight.features.graph_features import HEARD, Topology, directions, node_feature_names
-from stepsight.gnn.inference import LEVELS, ContextNetwork, table_columns
+from stepsight.features.node_features import HEARD, Topology, directions, node_feature_names
+from stepsight.gnn.contexts import LEVELS, ContextNetwork, table_columns
 
 BOUND = 2.0  # log units: small ops take several times as long with cold caches and host gaps, but never a hundred times
 HIDDEN = 24

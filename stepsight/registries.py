@@ -67,11 +67,11 @@ from stepsight.dataset.tables.formats import FORMATS
 from stepsight.dataset.tables.formats import Format as Format
 from stepsight.dataset.tables.measurements import Rows as Rows
 from stepsight.dataset.traces.import_traces import TRACE_READERS as TRACE_READERS
+from stepsight.gnn.contexts import CONTEXTS as CONTEXTS
 from stepsight.simulator import blocks as blocks
 from stepsight.simulator.blocks.family import Family as Family
 from stepsight.simulator.durations.latency_model import LATENCIES as LATENCIES
 from stepsight.simulator.durations.latency_model import GivenLatency as GivenLatency
 from stepsight.simulator.durations.latency_model import LatencyModel as LatencyModel
-from stepsight.training.predictor.own_context import CONTEXTS as CONTEXTS
 
 TABLE_READERS = FORMATS

@@ -21,9 +21,9 @@ MODULES = sorted(path for folder in (*FOLDERS, "stepsight") for path in (ROOT / 
 # Where a forbidden import is planted, the import, and what the linter says of it.
 PLANTED = {
     "facade": (
-        "features/op_features.py",
+        "features/node_features.py",
         "from stepsight import training",
-        "stepsight.features.op_features imports stepsight.training",
+        "stepsight.features.node_features imports stepsight.training",
     ),
     "relative": (
         "simulator/iteration/simulate.py",
@@ -36,9 +36,9 @@ PLANTED = {
         "stepsight.dataset.harness.ops.composite imports stepsight.dataset.job.job",
     ),
     "importlib": (
-        "features/op_features.py",
+        "features/node_features.py",
         "import importlib\nimportlib.import_module('stepsight.training')",
-        "stepsight.features.op_features:",
+        "stepsight.features.node_features:",
     ),
     "builtin": ("gnn/loss.py", "__import__('stepsight.experiments')", "stepsight.gnn.loss:"),
     "pandas": ("dataset/kinds/op.py", "import pandas as pd", "stepsight.dataset.kinds.op imports pandas"),

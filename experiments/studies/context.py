@@ -28,7 +28,7 @@ from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.studies.study import Options, Row, Study
-from stepsight.features.graph_features import (
+from stepsight.features.node_features import (
     NUMBERS,
     RELATIONS,
     SegmentGraph,
@@ -37,7 +37,7 @@ from stepsight.features.graph_features import (
     topology,
 )
 from stepsight.gnn.context_model import BOUND, mean_network
-from stepsight.gnn.inference import FORMS
+from stepsight.gnn.contexts import FORMS, OwnContext
 from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.context.fit_context import (
     ITERATION_WEIGHT,
@@ -60,7 +60,6 @@ from stepsight.training.measured.measured import (
     read_profiles,
     read_runs,
 )
-from stepsight.training.predictor.own_context import OwnContext
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.regression.trees import fit_trees
 

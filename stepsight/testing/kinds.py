@@ -17,7 +17,7 @@ from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, alpha_beta_se
 from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS, CollectiveKind, OpKind
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.features.collective_features import COLLECTIVE_TERMS, NCCL_TERMS, collective_terms, nccl_terms
-from stepsight.features.op_features import OP_TERMS, op_features, op_position, op_terms
+from stepsight.features.node_features import OP_TERMS, op_features, op_position, op_terms
 from stepsight.training.kernels.kernel_models import base_of
 
 _SIZES = ((8, 8), (3, 64), (1, 1), (512, 16))  # dims at even and at odd places

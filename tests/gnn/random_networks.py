@@ -1,6 +1,7 @@
 """Context networks of random weights, and graphs for them."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -8,9 +9,10 @@ import torch
 from stepsight.dataset.graph.program import Dependency, ProgramBuilder
 from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.features.graph_features import RELATIONS, SegmentGraph
+from stepsight.features.node_features import RELATIONS, SegmentGraph
 from stepsight.gnn.context_model import LAYERS, ContextModel, mean_network
-from stepsight.gnn.inference import ContextNetwork
+from stepsight.gnn.contexts import ContextNetwork
+from stepsight.training.predictor.model_tables import load_context
 
 ALONE = np.full(100, 2e-4)
 
@@ -38,3 +40,10 @@ def random_model(
 def random_network(std: float = 0.3) -> ContextNetwork:
     """The mean of two, with something of each level."""
     return mean_network([random_model(seed, std=std) for seed in (0, 1)], (0.9, 0.7, 0.4))
+
+
+def loaded(folder: Path) -> ContextNetwork:
+    """The context network of a predictor's folder."""
+    found = load_context(folder)
+    assert isinstance(found, ContextNetwork)
+    return found

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stepsight.dataset.kinds.op import Op
-from stepsight.features.graph_features import node_features, topology
+from stepsight.features.node_features import node_features, topology
 from stepsight.gnn.context_model import BOUND, ITERATION_DELTA, NODE_DELTA, ContextModel, iteration_loss, node_loss
 from tests.gnn.random_networks import ALONE, graph_of, random_model
 

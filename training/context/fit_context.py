@@ -21,8 +21,9 @@ from stepsight.dataset.graph.program import OPAQUE, Program
 from stepsight.dataset.hardware.hardware import find_fabric, usual_fabric
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.features import graph_features
+from stepsight.features import node_features as graph_features
 from stepsight.gnn.context_model import BOUND, ContextModel, iteration_loss, node_loss
+from stepsight.gnn.contexts import Context
 from stepsight.simulator.clock.engine import add_path
 from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.durations.segment_timing import Timer, launch_calls, timer_of
@@ -31,7 +32,6 @@ from stepsight.simulator.programs.lower import Lowered, lower
 from stepsight.training.measured.imported_ops import ImportedSegments
 from stepsight.training.measured.measured import MeasuredRun, average
 from stepsight.training.measured.planning import StandInLatency, run_latency
-from stepsight.training.predictor.own_context import Context
 from stepsight.training.predictor.predictor import Predictor
 
 Array = NDArray[np.float64]

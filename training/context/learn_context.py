@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.kinds.op import Op
 from stepsight.gnn.context_model import BOUND, ITERATION_DELTA, NODE_DELTA, ContextModel, mean_network
-from stepsight.gnn.inference import FORMS, LEVELS, form_of
+from stepsight.gnn.contexts import FORMS, LEVELS, form_of
 from stepsight.training.context.fit_context import (
     ITERATION_WEIGHT,
     Batch,

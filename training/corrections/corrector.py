@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.codec import ROUNDED, Saved
 from stepsight.dataset.kinds.op import Op
-from stepsight.features.op_features import op_position
+from stepsight.features.node_features import op_position
 
 Array = NDArray[np.float64]
 Asked = TypeVar("Asked", contravariant=True)

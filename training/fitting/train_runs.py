@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.errors import JobError, StepsightError, TraceError
 from stepsight.dataset.base.files import digest, digest_files, read_json
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, find_fabric, usual_fabric
-from stepsight.gnn.inference import FORMS
+from stepsight.gnn.contexts import FORMS
 from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.measured import imported_facts

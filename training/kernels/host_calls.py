@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.codec import OPTIONAL, UNSAVED, Saved
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Op
-from stepsight.features.op_features import op_terms
+from stepsight.features.node_features import op_terms
 from stepsight.training.corrections.corrector import Corrector, corrected, rows_by
 from stepsight.training.regression.regressor import Bounds, Physics, fit_physics
 from stepsight.training.regression.trees import Trees, fit_trees

@@ -20,7 +20,7 @@ from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.hardware.hardware import BOX, Hardware, exponential_seconds, roofline_seconds
 from stepsight.dataset.kinds import STREAMED
 from stepsight.dataset.kinds.op import DTYPE_BYTES, OP_KINDS, Op, OpKind
-from stepsight.features.op_features import OP_TERMS, op_feature_names, op_features, op_position, op_terms
+from stepsight.features.node_features import OP_TERMS, op_feature_names, op_features, op_position, op_terms
 from stepsight.training.corrections.corrector import Corrector, TracedKind, log_factors
 from stepsight.training.regression.regressor import Bounds, Regressor, SignatureRows, fit_regressor
 

@@ -23,7 +23,7 @@ from stepsight.dataset.base.codec import ROUNDED, Saved, plain
 from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
 from stepsight.dataset.kinds.op import Op
-from stepsight.features.op_features import columns_of, op_feature_names, op_features
+from stepsight.features.node_features import columns_of, op_feature_names, op_features
 from stepsight.training.corrections.corrector import GaussianProcess, Support, corrected, faded, rows_by
 from stepsight.training.kernels.kernel_models import OUTSIDE, KernelModel, label
 

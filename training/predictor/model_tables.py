@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,13 +19,12 @@ from stepsight.dataset.hardware.hardware import Hardware, hardware_from_dict
 from stepsight.dataset.kinds import CollectiveKind, OpKind
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS
 from stepsight.features.collective_features import COLLECTIVE_AXES, COLLECTIVE_FEATURES, COLLECTIVE_TERMS, NCCL_TERMS
-from stepsight.features.op_features import FEATURE_VERSION, OP_TERMS, check_version, op_feature_names
-from stepsight.gnn.inference import CONFIG, TABLE, ContextNetwork
+from stepsight.features.node_features import FEATURE_VERSION, OP_TERMS, check_version, op_feature_names
+from stepsight.gnn.contexts import CONFIG, OWN, TABLE, Context, read_context
 from stepsight.training.collectives.collective_models import BOUNDS, NCCL_BOUNDS, CollectiveModel
 from stepsight.training.kernels.host_calls import CALL_FEATURES, HostCalls
 from stepsight.training.kernels.kernel_models import KernelModel, num_axes, op_bounds, same_chip
 from stepsight.training.kernels.transferred import Teacher, Transfer
-from stepsight.training.predictor.own_context import OWN, Context, OwnContext
 from stepsight.training.regression.regressor import Regressor
 from stepsight.training.regression.trees import Trees
 
@@ -217,16 +217,11 @@ def load_host_calls(folder: Path) -> HostCalls | None:
 
 
 def load_context(folder: Path) -> Context | None:
-    """The context model of a predictor's folder, None if it has none.
-
-    Raises ``PredictorError`` if its files are broken, or it has two.
-    """
+    """The context model of a predictor's folder, None if it has none; two are a ``PredictorError``."""
     found = [name for name in (CONFIG, TABLE, OWN) if (folder / name).exists()]
     if len(found) > 1:
         raise PredictorError(f"a predictor has one context model, got {' and '.join(found)} in {folder}")
-    if found in ([], [OWN]):
-        return read_part(folder / OWN, lambda table: OwnContext.of(str(table["name"]))) if found else None
-    return ContextNetwork.load(folder)
+    return read_part(folder / found[0], partial(read_context, folder / found[0])) if found else None
 
 
 def _save_regressor(

@@ -34,8 +34,8 @@ from stepsight.dataset.hardware.hardware import Fabric, Hardware, canonical_hard
 from stepsight.dataset.hardware.hardware_facts import ONE_LAUNCH, LaunchCalls, power_type, slowest_of, throttled
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.features.graph_features import SegmentGraph
-from stepsight.gnn.inference import FORMS, LEVELS
+from stepsight.features.node_features import SegmentGraph
+from stepsight.gnn.contexts import FORMS, LEVELS, Context, ContextFunction, OwnContext
 from stepsight.training.collectives.collective_models import CollectiveModel
 from stepsight.training.corrections.calibration import Calibration
 from stepsight.training.corrections.corrector import Corrector, corrected
@@ -45,7 +45,6 @@ from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.kernels.kernel_models import KernelModel
 from stepsight.training.kernels.transferred import Teacher
 from stepsight.training.predictor import model_tables
-from stepsight.training.predictor.own_context import Context, ContextFunction, OwnContext
 
 Seconds = NDArray[np.float64]
 SHIPPED = Path(__file__).parents[1] / "shipped" / "predictors"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import compiled
 from stepsight.dataset.base.errors import PredictorError
-from stepsight.features.op_features import check_known, columns_of
+from stepsight.features.node_features import check_known, columns_of
 
 Array = NDArray[np.float64]
 

@@ -14,7 +14,7 @@ from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.studies import context
 from stepsight.experiments.studies.context import Split, Task
-from stepsight.features.graph_features import RELATIONS, SegmentGraph
+from stepsight.features.node_features import RELATIONS, SegmentGraph
 from stepsight.training.context.fit_context import Example, Measured
 
 NAMES = tuple(f"run{number}" for number in range(4))

@@ -7,9 +7,9 @@ from stepsight.dataset.graph.program import Node, Program
 from stepsight.dataset.hardware.hardware import Hardware, find_fabric
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Op
-from stepsight.features.graph_features import SegmentGraph
+from stepsight.features.node_features import SegmentGraph
 from stepsight.gnn.context_model import mean_network
-from stepsight.gnn.inference import FORMS
+from stepsight.gnn.contexts import FORMS
 from stepsight.training.context.fit_context import Example, Iteration, Whole, fit_context, op_error
 from stepsight.training.predictor.predictor import Predictor
 

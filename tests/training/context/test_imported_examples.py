@@ -10,7 +10,7 @@ import pytest
 from stepsight.dataset.runs.run_folder import write_imported
 from stepsight.dataset.traces.import_traces import import_ranks
 from stepsight.gnn.context_model import mean_network
-from stepsight.gnn.inference import FORMS
+from stepsight.gnn.contexts import FORMS
 from stepsight.training.context.fit_context import fit_context, make_examples, node_weights, op_error
 from stepsight.training.measured.measured import read_imported_runs
 from stepsight.training.predictor.predictor import Predictor

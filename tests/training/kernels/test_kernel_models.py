@@ -9,7 +9,7 @@ import pytest
 from stepsight.dataset.hardware.hardware import find_hardware, roofline_seconds
 from stepsight.dataset.kinds.op import OP_KINDS, Op
 from stepsight.dataset.runs.run_manifest import HARDWARE
-from stepsight.features.op_features import op_position
+from stepsight.features.node_features import op_position
 from stepsight.training.corrections.corrector import Neighbours, Support
 from stepsight.training.kernels.kernel_models import MAX_LOG_RATIO, Ratio, as_run, base_of, dtype_class, least_seconds
 from stepsight.training.predictor.predictor import Predictor

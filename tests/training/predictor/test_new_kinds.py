@@ -17,9 +17,8 @@ from stepsight.dataset.hardware.hardware import find_fabric
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS, CollectiveKind, OpKind
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.features.graph_features import SegmentGraph, node_feature_names
-from stepsight.features.op_features import op_feature_names
-from stepsight.gnn.inference import ContextNetwork
+from stepsight.features.node_features import SegmentGraph, node_feature_names, op_feature_names
+from stepsight.gnn.contexts import ContextNetwork
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.model_tables import write_manifest

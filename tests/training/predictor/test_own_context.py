@@ -11,7 +11,7 @@ from stepsight.dataset import TraceGraphs
 from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
 from stepsight.dataset.trace_graphs.learning_segments import learning_segments
-from stepsight.features.graph_features import SegmentGraph
+from stepsight.features.node_features import SegmentGraph
 from stepsight.registries import CONTEXTS, HARDWARE
 from stepsight.testing import ContextModelContract
 from stepsight.training.predictor.predictor import Predictor

@@ -14,10 +14,11 @@ from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.graph.program import Dependency, Program, ProgramBuilder
 from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.features.graph_features import RELATIONS, SegmentGraph, Topology, join, node_features, topology
+from stepsight.features.node_features import RELATIONS, SegmentGraph, Topology, join, node_features, topology
 from stepsight.gnn.context_model import ContextModel, mean_network
-from stepsight.gnn.inference import FORMS, ContextNetwork, form_of
+from stepsight.gnn.contexts import FORMS, ContextNetwork, form_of
 from tests.gnn.random_networks import ALONE, graph_of, random_model, random_network
+from tests.gnn.random_networks import loaded as load_network
 
 
 def _logs(network: ContextNetwork, graph: SegmentGraph) -> np.ndarray:
@@ -97,7 +98,7 @@ def test_a_network_hears_the_relations_that_it_was_made_for(tmp_path: Path) -> N
     features = node_features(graph, ALONE[:12])
     heard = model(torch.from_numpy(features).float(), topology(more.program))[2].detach().numpy()
     assert _logs(network, more) == pytest.approx(heard, abs=2e-5)
-    for one in (network, ContextNetwork.load(tmp_path)):
+    for one in (network, load_network(tmp_path)):
         assert one.relations == model.relations
         assert _logs(one, more) == pytest.approx(_logs(network, graph), abs=1e-6)
 
@@ -107,14 +108,14 @@ def test_unknown_relations_are_refused(tmp_path: Path, relations: object) -> Non
     random_network().save(tmp_path)
     path = tmp_path / "gnn.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "relations": relations}))
-    with pytest.raises(PredictorError, match=r"gnn\.json must hear some of stream_order, data"):
-        ContextNetwork.load(tmp_path)
+    with pytest.raises(PredictorError, match=r"gnn\.json: a context network must hear some of stream_order, data"):
+        load_network(tmp_path)
 
 
 def test_a_saved_network_answers_as_before(tmp_path: Path) -> None:
     network, graph = random_network(), graph_of(6)
     network.save(tmp_path)
-    assert _logs(ContextNetwork.load(tmp_path), graph) == pytest.approx(_logs(network, graph), abs=1e-6)
+    assert _logs(load_network(tmp_path), graph) == pytest.approx(_logs(network, graph), abs=1e-6)
 
 
 @pytest.mark.parametrize(("layers", "form"), [(0, "features"), (2, "graph")])
@@ -126,7 +127,7 @@ def test_a_network_of_an_earlier_version_answers_as_it_did(tmp_path: Path, layer
     save_file(tensors, tmp_path / "gnn.safetensors")
     config = {"schema": 1, "bound": 2.0, "num_layers": layers, "features": list(model.features)}
     (tmp_path / "gnn.json").write_text(json.dumps(config))
-    loaded = ContextNetwork.load(tmp_path)
+    loaded = load_network(tmp_path)
     assert loaded.form == form
     assert _logs(loaded, graph) == pytest.approx(_logs(mean_network([model], FORMS[form]), graph), abs=1e-12)
 
@@ -140,8 +141,8 @@ def test_a_table_of_an_earlier_version_answers_as_it_did(tmp_path: Path) -> None
     """Entries of all nodes, of the kind and of the kind in its phase add up, also after it was saved anew."""
     _old_table(tmp_path)
     (tmp_path / "new").mkdir()
-    ContextNetwork.load(tmp_path).save(tmp_path / "new")
-    for network in (ContextNetwork.load(tmp_path), ContextNetwork.load(tmp_path / "new")):
+    load_network(tmp_path).save(tmp_path / "new")
+    for network in (load_network(tmp_path), load_network(tmp_path / "new")):
         for label, product in (("backward", 0.7), ("late", 0.8), ("forward", 0.3)):
             builder = ProgramBuilder(label)
             for work in (Op("linear", (64, 64, 32), "fp32"), Op("gelu", (64,), "fp32"), Op("add", (64,), "fp32")):
@@ -158,7 +159,7 @@ def test_a_table_of_an_earlier_version_answers_as_it_did(tmp_path: Path) -> None
 def test_a_broken_table_is_refused(tmp_path: Path, value: dict[str, object]) -> None:
     _old_table(tmp_path, **value)
     with pytest.raises(PredictorError, match=r"context_table\.json"):
-        ContextNetwork.load(tmp_path)
+        load_network(tmp_path)
 
 
 def test_broken_weights_are_refused(tmp_path: Path) -> None:
@@ -176,7 +177,7 @@ def test_broken_weights_are_refused(tmp_path: Path) -> None:
         network.save(tmp_path)
         breaking()
         with pytest.raises(PredictorError):
-            ContextNetwork.load(tmp_path)
+            load_network(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -190,4 +191,4 @@ def test_numbers_of_the_wrong_type_or_size_are_refused(tmp_path: Path, value: di
     path = tmp_path / "gnn.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **value}))
     with pytest.raises(PredictorError, match=r"gnn\.json"):
-        ContextNetwork.load(tmp_path)
+        load_network(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.kinds.op import OP_KINDS, Op
-from stepsight.features.op_features import (
+from stepsight.features.node_features import (
     FEATURE_VERSION,
     OP_TERMS,
     TILE_FEATURES,
@@ -19,7 +19,6 @@ from stepsight.features.op_features import (
     op_features,
     op_position,
     op_terms,
-    output_grid,
     tile_features,
 )
 
@@ -76,7 +75,7 @@ def test_one_row_too_many_costs_a_wave_and_a_row_of_tiles() -> None:
     ids=str,
 )
 def test_what_is_tiled_is_the_output(op: Op, grid: tuple[int, int, int] | None) -> None:
-    assert output_grid(op) == grid
+    assert (op.record.grid and op.record.grid(*op.dims)) == grid
 
 
 @pytest.mark.parametrize("kind", OP_KINDS)

@@ -3,7 +3,7 @@ import numpy as np
 from stepsight.dataset.graph.program import Dependency, ProgramBuilder
 from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.features.graph_features import RELATIONS, SegmentGraph, join, node_feature_names, node_features, topology
+from stepsight.features.node_features import RELATIONS, SegmentGraph, join, node_feature_names, node_features, topology
 
 HARDWARE = find_hardware("local-cpu")
 assert HARDWARE is not None

@@ -1,23 +1,28 @@
-"""The context network without PyTorch: weights of some trained models, and their mean in numpy.
+"""Context models: what corrects seconds alone by the graph around them, the context network or one of a user's own.
 
-Prediction must start fast, and a forward pass over a few hundred nodes is a handful of matrix products.
-``tests/gnn`` holds it to the PyTorch Geometric model.
+The network is evaluated without PyTorch, as the mean of some trained models in numpy: prediction must start fast, and a
+forward pass over a few hundred nodes is a handful of matrix products.  ``tests/gnn`` holds it to the PyTorch Geometric
+model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.bounded import read_file
-from stepsight.dataset.base.errors import PredictorError
-from stepsight.dataset.base.files import read_json, write_json
-from stepsight.features.graph_features import (
+from stepsight.dataset.base.errors import PredictorError, StepsightError
+from stepsight.dataset.base.files import write_json
+from stepsight.dataset.base.registry import Registry, check_takes
+from stepsight.features.node_features import (
+    FEATURE_VERSION,
     HEARD,
     KIND,
     LABEL,
@@ -25,11 +30,11 @@ from stepsight.features.graph_features import (
     SegmentGraph,
     Topology,
     check_node_features,
+    check_version,
     directions,
     node_features,
     topology,
 )
-from stepsight.features.op_features import FEATURE_VERSION, check_version
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -75,12 +80,12 @@ class ContextNetwork:
 
     @property
     def name(self) -> str:
-        """What it is, for reports."""
+        """Its kind and its strengths, for reports."""
         told = ", ".join(f"{level} {part:.2f}" for level, part in zip(LEVELS, self.strengths, strict=True))
         return f"context network ({told})"
 
     def __call__(self, graph: SegmentGraph, alone: Array) -> Array:
-        """Seconds of every node within its segment, from the seconds alone, ``(nodes,)``."""
+        """Array of every node within its segment, from the seconds alone, ``(nodes,)``."""
         features, edges = node_features(graph, alone, self.features), topology(graph.program)
         log = self.weights @ self.levels(features, edges, self.weights != 0.0)
         return np.asarray(alone * np.exp(np.clip(log, -self.bound, self.bound)))
@@ -148,42 +153,32 @@ class ContextNetwork:
         }
         write_json(folder / CONFIG, config)
 
-    @classmethod
-    def load(cls, folder: Path) -> ContextNetwork:
-        """Read what ``save`` wrote, in this version or an earlier one; raises ``PredictorError`` if it cannot serve."""
-        from safetensors import SafetensorError
-
-        path = folder / (TABLE if (folder / TABLE).exists() else CONFIG)
-        try:
-            config = read_json(path)
-            bound = config["bound"]
-            if type(bound) not in (int, float) or not 0 < bound <= MOST_BOUND:
-                raise ValueError(f"bound must be from 0 to {MOST_BOUND}, got {bound!r:.40}")
-            return _of_table(config) if path.name == TABLE else _of_weights(config, path)
-        except PredictorError:
-            raise
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise PredictorError(f"{path} must be what Predictor.save wrote, got {error}") from None
-
 
 def _of_weights(config: dict[str, Any], path: Path) -> ContextNetwork:
     """A network; the first ones did not write the version of their features and their relations."""
+    from safetensors import SafetensorError
     from safetensors.numpy import load
 
     schema, layers, relations = config["schema"], config["num_layers"], config.get("relations", list(RELATIONS))
     if schema not in (1, SCHEMA):
-        raise PredictorError(f"{path} must have schema {SCHEMA}, got {schema!r:.40}: train it again")
+        raise PredictorError(f"a context network must have schema {SCHEMA}, got {schema!r:.40}: train it again")
     known = isinstance(relations, list) and set(map(str, relations)) <= set(RELATIONS)
     if not known or len(set(relations)) < len(relations):
         raise PredictorError(
-            f"{path} must hear some of {', '.join(RELATIONS)}, in this order, got {relations!r:.200}: train it again"
+            f"a context network must hear some of {', '.join(RELATIONS)}, in this order, got {relations!r:.200}: "
+            "train it again"
         )
-    check_version(config.get("features_version", 1), str(path))
+    check_version(config.get("features_version", 1), "a context network")
     features = tuple(str(feature) for feature in config["features"])
     if len(set(features)) != len(features):
-        raise PredictorError(f"{path} must name every feature once, got {len(features) - len(set(features))} twice")
-    check_node_features(features, str(path))
-    tensors = {name: np.asarray(t, np.float64) for name, t in load(read_file(path.with_name(WEIGHTS))).items()}
+        raise PredictorError(
+            f"a context network must name every feature once, got {len(features) - len(set(features))} twice"
+        )
+    check_node_features(features, "a context network")
+    try:
+        tensors = {name: np.asarray(t, np.float64) for name, t in load(read_file(path.with_name(WEIGHTS))).items()}
+    except (OSError, SafetensorError) as error:
+        raise PredictorError(f"{WEIGHTS} must be what Predictor.save wrote, got {error}") from None
     level = ""
     if schema == 1:  # one model with one level: messages, or own features where it has no layers
         level = "graph" if layers else "features"
@@ -231,3 +226,109 @@ def _mean(hidden: Array, source: Ints, target: Ints, num_targets: int) -> Array:
     if len(there):
         means[:, there] = np.add.reduceat(hidden[:, source[order]], first, axis=1) / count[:, None]
     return means
+
+
+OWN = "own_context.json"  # names a context model that is registered or that a package brings
+
+
+class Context(Protocol):
+    """A context model: called once for each distinct segment.
+
+    Attributes:
+        bound: Largest absolute logarithm of seconds in context over seconds alone; infinite if there is no limit.
+        name: What it is, for reports.
+        form: One of ``gnn.contexts.FORMS``, or ``own``.
+        strengths: Of the levels of the context network; zero for another model.
+    """
+
+    @property
+    def bound(self) -> float: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def form(self) -> str: ...
+    @property
+    def strengths(self) -> tuple[float, ...]: ...
+
+    def __call__(self, graph: SegmentGraph, alone: Array) -> Array:
+        """Array of each node within its segment, from the seconds alone, ``(nodes,)`` each."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write its files into a predictor's folder."""
+        ...
+
+
+ContextFunction = Callable[[Any, Any], Any]
+
+
+def _checked(name: str, thing: Any) -> ContextFunction:
+    check_takes(f"context model {name}", thing, ("graph", "alone"), PredictorError)
+    return thing  # type: ignore[no-any-return]
+
+
+CONTEXTS: Registry[ContextFunction] = Registry(
+    "context model", group="stepsight.contexts", check=_checked, error=PredictorError
+)
+
+
+@dataclass(frozen=True)
+class OwnContext:
+    """A user's function ``model(graph, alone) -> seconds``.
+
+    A ``torch.nn.Module`` gets the graph as ``HeteroData``, as ``TraceGraphs`` has those of segments, and a tensor of
+    seconds, and returns one; any other callable gets a ``SegmentGraph`` and an array.  Nodes are in the order of issue.
+    """
+
+    model: ContextFunction  # the function or module
+    registered: str = ""  # its name in CONTEXTS; empty if it has none, and so cannot be saved
+    bound, form, strengths = math.inf, "own", (0.0, 0.0, 0.0)
+
+    @classmethod
+    def of(cls, model: ContextFunction | str) -> OwnContext:
+        """Of a function, or of the name of one in ``CONTEXTS``."""
+        return cls(CONTEXTS[model], model) if isinstance(model, str) else cls(_checked("", model))
+
+    @property
+    def name(self) -> str:
+        """What it is, for reports."""
+        return f"context model {self.registered or getattr(self.model, '__name__', type(self.model).__name__)}"
+
+    def __call__(self, graph: SegmentGraph, alone: Array) -> Array:
+        """As of every ``Context``; a model that fails, or gives other than seconds, is a ``PredictorError``."""
+        torch = sys.modules.get("torch")  # without it there is no module
+        try:
+            if torch is not None and isinstance(self.model, torch.nn.Module):
+                with torch.no_grad():
+                    seconds = self.model(graph.to_heterodata(alone), torch.from_numpy(alone).float()).numpy()
+            else:
+                seconds = self.model(graph, alone)
+            seconds = np.asarray(seconds, dtype=np.float64)
+        except StepsightError:
+            raise
+        except Exception as error:  # the user's code
+            raise PredictorError(f"{self.name} failed: {type(error).__name__}: {error}") from error
+        if seconds.shape != alone.shape or not (np.isfinite(seconds) & (seconds >= 0)).all():
+            raise PredictorError(
+                f"{self.name} must give {len(alone)} numbers of seconds that are not negative, got {seconds!r:.80}"
+            )
+        return seconds
+
+    def save(self, folder: Path) -> None:
+        """Write its name into a predictor's folder; one without a name is a ``PredictorError``."""
+        if not self.registered:
+            raise PredictorError(
+                f"{self.name} must have a name in stepsight.registries.CONTEXTS to be saved: register it, "
+                "then with_context(NAME)"
+            )
+        write_json(folder / OWN, {"name": self.registered})
+
+
+def read_context(path: Path, config: Any) -> Context:
+    """The context model of a predictor's folder from a file, read as ``config``, of this version or an earlier one."""
+    if path.name == OWN:
+        return OwnContext.of(str(config["name"]))
+    bound = config["bound"]
+    if type(bound) not in (int, float) or not 0 < bound <= MOST_BOUND:
+        raise ValueError(f"bound must be from 0 to {MOST_BOUND}, got {bound!r:.40}")
+    return _of_table(config) if path.name == TABLE else _of_weights(config, path)
