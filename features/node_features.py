@@ -90,9 +90,10 @@ def op_feature_names() -> tuple[str, ...]:
 @cached(4)
 def _names(ops_version: int, collectives_version: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of the features of ops, and of those of nodes."""
-    ops, collectives = (sorted(k.values(), key=lambda kind: kind.code) for k in (OP_KINDS, COLLECTIVE_KINDS))
+    ops = sorted(OP_KINDS.values(), key=lambda kind: kind.code)
+    collectives = sorted(COLLECTIVE_KINDS.values(), key=lambda kind: kind.code)
     dims = (f"log_dim{place}" for place in range(max(len(kind.dim_names) for kind in ops)))
-    kinds = (f"{KIND}{kind.name}" for kind in (*ops, *collectives))
+    kinds = (f"{KIND}{name}" for name in (*(kind.name for kind in ops), *(kind.name for kind in collectives)))
     return (*_BEFORE_DIMS, *dims, *_AFTER_DIMS), (*kinds, *_AFTER_KINDS)
 
 
@@ -151,7 +152,6 @@ def op_position(op: Op) -> Array:
     return np.log(np.maximum([*op.dims, op.flops, op.num_bytes], 1.0))
 
 
-Array = NDArray[np.float64]
 Edges = NDArray[np.int64]
 
 STREAMS = ("compute", "tp", "dp", "pp")  # other names count as none of them
