@@ -118,7 +118,8 @@ def _choices(rules: Rules, job: JobTables) -> None:
         elif not kind.allows(v) and not p.pp == v == 1:
             rules.append(f"schedule {p.schedule} has virtual_stages {kind.allowed}, got {v}")
     stated = {name: getattr(job.execution, name) for name in ("date", *LIBRARIES)}
-    rules += [f"execution.{problem}" for problem in software_problems(stated)]
+    if any(stated.values()):
+        rules += [f"execution.{problem}" for problem in software_problems(stated)]
     rules.require(
         sorted(p.order.split("-")) == sorted(specs.AXES),
         f"parallel.order must name {', '.join(specs.AXES)} once each, joined by '-', got {p.order!r:.80}",

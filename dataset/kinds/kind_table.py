@@ -266,4 +266,34 @@ def with_tuples(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
 
 
+def sum_of_products(
+    terms: str | Mapping[str, float], names: tuple[str, ...], number: type = float, flags: Sequence[str] = ()
+) -> Callable[..., Any]:
+    """A sum of products of dims: the factor of each product by its names; a text is one product; flags are 0 or 1."""
+    factors = {terms: 1} if isinstance(terms, str) else terms
+    parts = [(factor, tuple(map(names.index, words.split()))) for words, factor in factors.items()]
+    switches = [names.index(flag) for flag in flags]
+
+    def total(*dims: int) -> Any:
+        sizes: list[int] = [*dims]
+        result: float = 0
+        for at in switches:
+            sizes[at] = min(sizes[at], 1)
+        for product, places in parts:  # loops: a prediction asks thousands of times
+            for at in places:
+                product *= sizes[at]
+            result += product
+        return number(result)
+
+    return total
+
+
+def sums_of_products(
+    rows: Iterable[str | Mapping[str, float]], names: tuple[str, ...], number: type, flags: Sequence[str]
+) -> Callable[..., Any]:
+    """Several such sums, as a tuple."""
+    parts = [sum_of_products(terms, names, number, flags) for terms in rows]
+    return lambda *dims: tuple([part(*dims) for part in parts])
+
+
 KINDS = tuple(CollectiveKind(name=name, **with_tuples(of)) for name, of in preset("collective_kinds.toml").items())

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from stepsight.dataset.base.files import preset
-from stepsight.dataset.kinds.kind_table import Args, Dims, OpKind, with_tuples
+from stepsight.dataset.kinds.kind_table import Args, Dims, OpKind, sum_of_products, sums_of_products, with_tuples
 
 Function = Callable[..., Any]
 
@@ -55,38 +55,15 @@ _OWN: Mapping[str, Mapping[str, Function]] = {
 }
 
 
-def _sum(
-    terms: str | Mapping[str, float], names: tuple[str, ...], number: type = float, flags: Sequence[str] = ()
-) -> Function:
-    """A sum of products of dims: the factor of each product by its names; a text is one product; flags are 0 or 1."""
-    factors = {terms: 1} if isinstance(terms, str) else terms
-    parts = [(factor, tuple(map(names.index, words.split()))) for words, factor in factors.items()]
-    switches = [names.index(flag) for flag in flags]
-
-    def total(*dims: int) -> Any:
-        sizes: list[int] = [*dims]
-        result: float = 0
-        for at in switches:
-            sizes[at] = min(sizes[at], 1)
-        for product, places in parts:  # loops: a prediction asks thousands of times
-            for at in places:
-                product *= sizes[at]
-            result += product
-        return number(result)
-
-    return total
-
-
 def _kind(name: str, told: Mapping[str, Any]) -> OpKind:
     names = tuple(told["dims"].split())
     fields = with_tuples({key: value for key, value in told.items() if key not in ("like", "dims")})
     flags = told.get("flags", ())
     for key in {"flops", "elements", "units"} & set(told):
-        fields[key] = _sum(told[key], names, flags=flags)
+        fields[key] = sum_of_products(told[key], names, flags=flags)
     for key in {"operands", "grid", "base_dims"} & set(told):
         terms = [told["elements"] if part == "elements" else part for part in told[key]]
-        parts = [_sum(part, names, float if key == "operands" else int, flags) for part in terms]
-        fields[key] = lambda *dims, parts=parts: tuple([part(*dims) for part in parts])
+        fields[key] = sums_of_products(terms, names, float if key == "operands" else int, flags)
     calls: dict[str, Function] = {}
     for words, text in told["calls"].items():
         function, *places = words.split()

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stepsight.dataset.base.bounded import read_file
-from stepsight.dataset.base.codec import IF_SET, OPTIONAL, UNSAVED, Saved
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.base.files import digest, new_folder, read_json, write_json
+from stepsight.dataset.base.files import IF_SET, OPTIONAL, UNSAVED, Saved, digest, new_folder, read_json, write_json
 from stepsight.dataset.graph.graph_files import write_graph
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stepsight.dataset.base.codec import IF_SET, OPTIONAL, UNSAVED, Saved, check_type
 from stepsight.dataset.base.errors import JobError, TraceError
-from stepsight.dataset.base.files import read_document, read_json
+from stepsight.dataset.base.files import IF_SET, OPTIONAL, UNSAVED, Saved, check_type, read_document, read_json
 from stepsight.dataset.hardware.hardware import BOX, Fabric, fabric_from_dict
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import SlowLink

@@ -20,7 +20,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.codec import IF_SET, Saved
+from stepsight.dataset.base.files import IF_SET, Saved
 from stepsight.dataset.hardware.hardware import Fabric
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective
 from stepsight.features.collective_features import CHOICE_TERMS, LINK_FACTS, OVERLAPPING, choice_terms, link_facts

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import Memo
-from stepsight.dataset.base.codec import IF_SET, OPTIONAL, UNSAVED, Saved
+from stepsight.dataset.base.files import IF_SET, OPTIONAL, UNSAVED, Saved
 from stepsight.dataset.hardware.hardware import Fabric, Link, alpha_beta_seconds
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective
 from stepsight.features import collective_features as features

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.codec import IF_SET, Saved
+from stepsight.dataset.base.files import IF_SET, Saved
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.training.corrections.corrector import Corrector

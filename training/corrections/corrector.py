@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.codec import ROUNDED, Saved
+from stepsight.dataset.base.files import ROUNDED, Saved
 from stepsight.dataset.kinds.op import Op
 from stepsight.features.node_features import op_position
 

@@ -31,8 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import Memo, cached
-from stepsight.dataset.base.codec import Saved
-from stepsight.dataset.base.files import read_json
+from stepsight.dataset.base.files import Saved, read_json
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import QUANTIZED
 

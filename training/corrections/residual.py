@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import cached
-from stepsight.dataset.base.codec import IF_SET, Saved
 from stepsight.dataset.base.errors import shorten
-from stepsight.dataset.base.files import read_json
+from stepsight.dataset.base.files import IF_SET, Saved, read_json
 from stepsight.dataset.job.job import Job
 from stepsight.training.corrections.corrector import GaussianProcess
 from stepsight.training.corrections.intervals import MOST_LOG

@@ -20,7 +20,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.codec import OPTIONAL, UNSAVED, Saved
+from stepsight.dataset.base.files import OPTIONAL, UNSAVED, Saved
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Op
 from stepsight.features.node_features import op_terms
 from stepsight.training.corrections.corrector import Corrector, corrected, rows_by

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.codec import IF_SET, UNSAVED, Saved
 from stepsight.dataset.base.errors import PredictorError
+from stepsight.dataset.base.files import IF_SET, UNSAVED, Saved
 from stepsight.dataset.hardware.hardware import BOX, Hardware, exponential_seconds, roofline_seconds
 from stepsight.dataset.kinds import STREAMED
 from stepsight.dataset.kinds.op import DTYPE_BYTES, OP_KINDS, Op, OpKind

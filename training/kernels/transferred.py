@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.codec import ROUNDED, Saved, plain
 from stepsight.dataset.base.errors import PredictorError
+from stepsight.dataset.base.files import ROUNDED, Saved, plain
 from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
 from stepsight.dataset.kinds.op import Op
 from stepsight.features.node_features import columns_of, op_feature_names, op_features

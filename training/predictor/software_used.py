@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from stepsight.dataset.base.codec import Saved
 from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.base.files import Saved
 from stepsight.dataset.job.frameworks import GENERIC, LIBRARIES, framework_in, release_month, version_numbers
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.codec import IF_SET, UNSAVED, Saved
+from stepsight.dataset.base.files import IF_SET, UNSAVED, Saved
 from stepsight.training.corrections.corrector import LENGTHS, Neighbours, Support, faded, fit_neighbours, rows_by
 from stepsight.training.regression.trees import MANY_ROWS, MIN_ROWS, Trees, fit_trees
 

@@ -31,9 +31,8 @@ import numpy as np
 
 from stepsight.dataset.base.bounded import read_toml
 from stepsight.dataset.base.caching import cached
-from stepsight.dataset.base.codec import OPTIONAL, Saved
 from stepsight.dataset.base.errors import PredictorError, StepsightError
-from stepsight.dataset.base.files import digest, read_json
+from stepsight.dataset.base.files import OPTIONAL, Saved, digest, read_json
 from stepsight.dataset.hardware.hardware import Hardware, find_hardware
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS
 from stepsight.training.corrections.residual import published_runs

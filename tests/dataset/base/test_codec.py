@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.codec import IF_SET, ROUNDED, UNSAVED, Saved
+from stepsight.dataset.base.files import IF_SET, ROUNDED, UNSAVED, Saved
 
 
 class Ends(NamedTuple):
