@@ -97,16 +97,20 @@ class _Rows:
         """All events in order of start, outer ones first."""
         rows = np.concatenate([np.zeros((0, 2 + len(self.names))), *self.parts])
         start, length = rows[:, 0].copy(), rows[:, 1]
-        wrong = np.flatnonzero(~((start >= 0) & (start <= _MOST_US) & (np.abs(length) <= _MOST_US)))
-        if len(wrong):
-            ts, dur = start[wrong[0]], length[wrong[0]]
-            raise TraceError(f"ts and dur must lie within 0 and {_MOST_US:.0e} microseconds, got {ts}, {dur} in {path}")
+        _check_times(start, length, path)
         if negative := int((length < 0).sum()):
             warnings.append(f"negative durations: {negative} {what} events last less than nothing; they count as 0")
         numbers = np.clip(np.nan_to_num(rows[:, 2:]), -_MOST_US, _MOST_US).astype(np.int64)
         end = start + np.maximum(length, 0.0)
         self.order = np.lexsort((-end, start))
         return Table(start, end, dict(zip(self.names, numbers.T, strict=True))).take(self.order)
+
+
+def _check_times(start: Floats, length: Floats, path: Path) -> None:
+    wrong = np.flatnonzero(~((start >= 0) & (start <= _MOST_US) & (np.abs(length) <= _MOST_US)))
+    if len(wrong):
+        ts, dur = start[wrong[0]], length[wrong[0]]
+        raise TraceError(f"ts and dur must lie within 0 and {_MOST_US:.0e} microseconds, got {ts}, {dur} in {path}")
 
 
 @dataclass
@@ -172,6 +176,8 @@ class RankEvents:
         order = np.argsort(self._device.order)
         self.collective_args = {int(order[row]): args for row, args in self.collective_args.items()}
         for marks in (self.annotations, self.comms):
+            times = np.array([(each.start, each.end) for each in marks]).reshape(-1, 2)
+            _check_times(times[:, 0], times[:, 1] - times[:, 0], path)
             marks.sort(key=lambda each: (each.start, -each.end))
         self.names, self.streams, self._texts = list(self._names), list(self._streams), list(self._signatures)
         self.kernels = [(str(category).lower(), name, _json(launch)) for category, name, launch in self._kernels]

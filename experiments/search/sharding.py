@@ -239,12 +239,6 @@ def planner_places(job: Job, kinds: Sequence[str] = ()) -> tuple[TablePlacement,
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
     ranks, facts = job.table_ranks, find_hardware(job.cluster.hardware)
-    topology = Topology(
-        world_size=ranks.num,
-        local_world_size=ranks.per_node,
-        compute_device="cuda" if facts is None or facts.kind == "gpu" else "cpu",
-        **({"hbm_cap": int(facts.memory_bytes)} if facts is not None and facts.kind == "gpu" else {}),
-    )
     named = dict(zip(table_names(job.model.tables), job.model.tables, strict=True))
     types = [kind.replace("-", "_") for kind in kinds] or None
     constraints = {
@@ -256,10 +250,16 @@ def planner_places(job: Job, kinds: Sequence[str] = ()) -> tuple[TablePlacement,
         for name, table in named.items()
     ]
     with warnings.catch_warnings(action="ignore"):
-        planner = EmbeddingShardingPlanner(topology=topology, batch_size=ranks.samples, constraints=constraints)
-        sharders: list[ModuleSharder[Any]] = [EmbeddingBagCollectionSharder()]
         logging.disable(logging.WARNING)
         try:
+            topology = Topology(
+                world_size=ranks.num,
+                local_world_size=ranks.per_node,
+                compute_device="cuda" if facts is None or facts.kind == "gpu" else "cpu",
+                **({"hbm_cap": int(facts.memory_bytes)} if facts is not None and facts.kind == "gpu" else {}),
+            )
+            planner = EmbeddingShardingPlanner(topology=topology, batch_size=ranks.samples, constraints=constraints)
+            sharders: list[ModuleSharder[Any]] = [EmbeddingBagCollectionSharder()]
             collection = EmbeddingBagCollection(device=torch.device("meta"), tables=configs)  # without memory
             plan = planner.plan(collection, sharders)
         except PlannerError as error:

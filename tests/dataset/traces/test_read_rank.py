@@ -125,6 +125,16 @@ def test_ties_that_do_not_hold_are_told(tmp_path: Path) -> None:
     assert not graph_of(tmp_path, GpuJob().step(1).file).warnings
 
 
+@pytest.mark.parametrize("ts", ["nan", "inf", 1e300, -1e9])
+@pytest.mark.parametrize("name", ["cpu_op", "kernel", "user_annotation", "record_param_comms"])
+def test_times_that_no_clock_has_are_refused(name: str, ts: object, tmp_path: Path) -> None:
+    file = GpuJob().step(1).file
+    own = {"cat": name} if name != "record_param_comms" else {"cat": "cpu_op", "name": name}
+    file.events.append({"ph": "X", "name": "x", "pid": 1, "tid": 1, "ts": ts, "dur": 5, "args": {}, **own})
+    with pytest.raises(TraceError, match="ts and dur must lie within"):
+        graph_of(tmp_path, file)
+
+
 def test_kernels_alone_are_a_graph(tmp_path: Path) -> None:
     file = GpuJob().step(1).step(2).step(3).file
     file.events = [event for event in file.events if event.get("cat") == "kernel"]
