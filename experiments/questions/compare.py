@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stepsight.dataset.base.errors import StepsightError, shorten
 from stepsight.dataset.job.job import Job
@@ -20,9 +19,7 @@ from stepsight.experiments.reports.text_table import Number, shown, table
 from stepsight.simulator.replay.causes import breakdown
 from stepsight.simulator.replay.step_timeline import Kernel, kernel_seconds
 from stepsight.training.corrections.intervals import interval_text, seconds_text
-
-if TYPE_CHECKING:
-    from stepsight.training.prediction.prediction import Prediction
+from stepsight.training.prediction.prediction import Prediction
 
 MOST_WORKS = 12
 LONGEST = 44  # characters of a cell
@@ -54,17 +51,9 @@ def predicted_side(prediction: Prediction, name: str) -> Side:
     facts = {**_flat(prediction.job), "source": prediction.source, "memory_gb": memory_gb}
     each = dict(zip(simulation.lowered.all_works, simulation.work_seconds.tolist(), strict=True))
     scale = prediction.iteration_time_s / simulation.iteration_time_s
-    spent = [(work, count * each[work] * scale) for work, count in simulation.op_counts.items()]
-    return Side(
-        name,
-        prediction.iteration_time_s,
-        False,
-        facts,
-        prediction.breakdown,
-        works=_summed((str(work), seconds) for work, seconds in spent),
-        kinds=_summed((work.kind, seconds) for work, seconds in spent),
-        interval=(prediction.low_s, prediction.high_s),
-    )
+    spent = [(str(work), work.kind, count * each[work] * scale) for work, count in simulation.op_counts.items()]
+    sums, interval = _sums(spent), (prediction.low_s, prediction.high_s)
+    return Side(name, prediction.iteration_time_s, False, facts, prediction.breakdown, **sums, interval=interval)
 
 
 def run_side(path: Path) -> Side:
@@ -93,15 +82,13 @@ def _with_traces(side: Side, found: ReplayedRun) -> Side:
     critical, steps = breakdown(graphs).critical, max(sum(len(graph.steps_s) for graph in graphs), 1)
     path_s = sum(critical.values()) or 1.0
     kernels = {key: (len(runs) / steps, float(runs.sum()) / steps) for key, runs in kernel_seconds(graphs).items()}
-    spent = [(kernel.what, kernel.kind, seconds) for kernel, (_, seconds) in kernels.items()]
     facts = {"hardware": graphs[0].device_name, "ranks": len(graphs)}
     return replace(
         side,
         seconds=seconds,
         facts={**({} if "ranks" in side.facts else facts), **side.facts},
         causes={kind: each / path_s * seconds for kind, each in critical.items()},
-        works=_summed((what, seconds) for what, _, seconds in spent),
-        kinds=_summed((kind, seconds) for _, kind, seconds in spent),
+        **_sums((kernel.what, kernel.kind, seconds) for kernel, (_, seconds) in kernels.items()),
         kernels=kernels,
         exposed_s=statistics.fmean(each["seconds"] for each in found.exposed()),
     )
@@ -113,33 +100,27 @@ def _flat(job: Job) -> dict[str, Any]:
     return facts | {f"{section}.{key}": value for section, keys in tables.items() for key, value in keys.items()}
 
 
-def _summed(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Seconds by name."""
-    found = defaultdict[str, float](float)
-    for name, seconds in pairs:
-        found[name] += seconds
-    return dict(found)
+def _sums(spent: Iterable[tuple[str, str, float]]) -> dict[str, Any]:
+    """Seconds by op or collective, and by its kind."""
+    works, kinds = dict[str, float](), dict[str, float]()
+    for name, kind, seconds in spent:
+        works[name] = works.get(name, 0.0) + seconds
+        kinds[kind] = kinds.get(kind, 0.0) + seconds
+    return {"works": works, "kinds": kinds}
 
 
 def compare_sides(sides: Sequence[Side]) -> dict[str, Any]:
-    """Compare with the first side.
-
-    Returns:
-        ``sides`` (name, seconds, ratio to the first), ``facts`` that differ, ``causes`` of all sides, and ``works``
-        whose seconds differ most; each with a value for every side, None where it is unknown.  Of traced runs also
-        ``kinds`` (device seconds) and ``kernels`` (name, kind, what with sizes, counts, seconds) that differ.
+    """Compare with the first side: ``sides`` (name, seconds, ratio to the first), ``facts`` that differ, ``causes`` of
+    all sides, ``kinds``, and ``works`` and ``kernels`` that differ; each with a value for every side, None where it is
+    unknown.
     """
     if len(sides) < 2:
         raise StepsightError(f"compare takes at least two jobs, predictors or runs, got {len(sides)}")
-    first = sides[0].seconds
     rows = [
         {
-            "name": side.name,
-            "seconds": side.seconds,
-            "measured": side.measured,
-            "low_s": side.interval and side.interval[0],
-            "high_s": side.interval and side.interval[1],
-            "percent": 100.0 * (side.seconds / first - 1.0),
+            **{key: getattr(side, key) for key in ("name", "seconds", "measured")},
+            **dict(zip(("low_s", "high_s"), side.interval or (None, None), strict=True)),
+            "percent": 100.0 * (side.seconds / sides[0].seconds - 1.0),
             "exposed_communication_s": side.exposed_s,
         }
         for side in sides

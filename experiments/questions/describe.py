@@ -9,7 +9,7 @@ from typing import Any
 
 from stepsight.dataset.base.errors import JobError, StepsightError, shorten
 from stepsight.dataset.base.files import check_output_file, is_facts_file, read_facts, set_aside
-from stepsight.dataset.base.registry import did_you_mean
+from stepsight.dataset.base.registry import Registry, did_you_mean
 from stepsight.dataset.capture.captured import MANIFEST, captures_in, read_captured
 from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, Fabric, Hardware, facts_in, find_fabric, usual_fabric
 from stepsight.dataset.job.frameworks import FRAMEWORKS, Framework, find_framework
@@ -63,28 +63,25 @@ def names() -> dict[str, Any]:
     """The names that ``describe`` takes, by what they name, with a ``text``."""
     from stepsight.training.predictor.predictor import shipped_names
 
-    named = {"predictor": (*shipped_names(), *WORDS), "hardware": HARDWARE.names(), "fabric": FABRICS.names(),
-             "framework": FRAMEWORKS.names()}  # fmt: skip
-    found = {noun: list(each) for noun, each in named.items()}
+    found: dict[str, Any] = {"predictor": [*shipped_names(), *WORDS]}
+    found |= {noun: list(registry.names()) for noun, registry in _PRESETS.items()}
     return {**found, "text": "\n".join(f"{noun:<11}{', '.join(each)}" for noun, each in found.items())}
 
 
 def _named(path: Path) -> dict[str, Any]:
     """A predictor, or the hardware, fabric or framework of a name."""
-    from stepsight.training.predictor.predictor import shipped_names
-
-    name = str(path)
+    name, known = str(path), names()
     if name in WORDS:
         return {"predictor": name, "meaning": WORDS[name], "text": f"predictor {name}: {WORDS[name]}"}
-    if name in shipped_names() or set_aside(path) is not None:
+    if name in known["predictor"] or set_aside(path) is not None:
         return _predictor(path)
-    for registry in (HARDWARE, FABRICS, FRAMEWORKS):
+    for registry in _PRESETS.values():
         if name in registry:
             return _description([(name, registry[name])], "")
-    known = [each for of in names().values() if isinstance(of, list) for each in of]
+    near = did_you_mean(path, [each for of in known.values() if isinstance(of, list) for each in of], 3)
     raise StepsightError(
         "show needs an existing file or folder, or the name of a predictor, hardware, fabric or framework, got "
-        f"{name!r:.80}{did_you_mean(path, known, 3)}; `stepsight show` lists the names"
+        f"{name!r:.80}{near}; `stepsight show` lists the names"
     )
 
 
@@ -150,17 +147,14 @@ def _runs_table(path: Path) -> dict[str, Any]:
         raise StepsightError(
             f"{error}; a table of ops and collectives is imported first: `stepsight import csv {path}`"
         ) from None
-    words, told = ("hardware", "framework"), dict[str, dict[str, Any]]()
+    words, told, cells = ("hardware", "framework"), dict[str, dict[str, Any]](), list[list[object]]()
     for name in dict.fromkeys(row.source for row in rows):
         some = [row for row in rows if row.source == name]
         gpus = sorted({row.text("gpus").removesuffix(".0") for row in some}, key=lambda text: (len(text), text))
         used = {key: sorted({row.text(key) for row in some} - {""}) for key in words}
         told[name] = {"rows": len(some), "gpus": gpus, **used}
-    cells = [
-        [shorten(name, 50), of["rows"], " to ".join(dict.fromkeys((of["gpus"][0], of["gpus"][-1]))),
-         *(shorten(", ".join(of[key]), 50) for key in words)]
-        for name, of in told.items()
-    ]  # fmt: skip
+        sizes = " to ".join(dict.fromkeys((gpus[0], gpus[-1])))
+        cells.append([shorten(name, 50), len(some), sizes, *(shorten(", ".join(of), 50) for of in used.values())])
     text = table(["source", "rows", "gpus", *words], cells)
     uses = "`stepsight evaluate` judges predictions on it, `stepsight calibrate` corrects a predictor with it"
     return {"runs": str(path), "sources": told, "text": f"table {path}: {len(rows)} runs\n{text}\n{uses}"}
@@ -175,8 +169,7 @@ def _predictor(path: Path) -> dict[str, Any]:
     return {**told, "text": predictor_text(path, predictor)}
 
 
-Thing = Hardware | Fabric | Framework
-_NOUNS = {Hardware: "hardware", Fabric: "fabric", Framework: "framework"}
+_PRESETS: dict[str, Registry[Any]] = {"hardware": HARDWARE, "fabric": FABRICS, "framework": FRAMEWORKS}
 
 
 def _facts_file(path: Path) -> dict[str, Any] | None:
@@ -195,11 +188,11 @@ def _facts_file(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _description(things: Sequence[tuple[str, Thing]], path: str) -> dict[str, Any]:
+def _description(things: Sequence[tuple[str, Hardware | Fabric | Framework]], path: str) -> dict[str, Any]:
     value: dict[str, Any] = {}
     texts = []
     for name, thing in things:
-        noun = _NOUNS[type(thing)]
+        noun = type(thing).__name__.lower()
         facts = {key: fact for key, fact in asdict(thing).items() if key != "name" and fact not in ({}, ())}
         shown = {key: fact for key, fact in facts.items() if key != "source"}
         lines = [f"{noun} {name}{f' in {path}' if path else ''}", table(["key", "value"], _rows(shown))]

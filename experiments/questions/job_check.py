@@ -20,7 +20,7 @@ from stepsight.dataset.hardware.hardware import HARDWARE, Hardware, find_hardwar
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
 from stepsight.experiments.questions.traced_device import latency_of
-from stepsight.experiments.reports.text_table import Column, Number, table_of
+from stepsight.experiments.reports.text_table import Columns, Number, table_of
 from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.programs.lower import Lowered, lower
 from stepsight.simulator.replay.changes import sized_seconds
@@ -48,9 +48,8 @@ def check_job(job: Job, graphs: Sequence[Program]) -> None:
     seconds = Counter[str]()  # of ops by family
     for graph in graphs:
         ops = graph.columns["kind"] == OP
-        for work, spent in zip(graph.columns["work"][ops].tolist(), graph.duration_s[ops].tolist(), strict=True):
-            kind = graph.works[work].kind
-            seconds[OP_KINDS[kind].family if kind in OP_KINDS else ""] += spent
+        for number, spent in zip(graph.columns["work"][ops].tolist(), graph.duration_s[ops].tolist(), strict=True):
+            seconds[getattr(OP_KINDS.get(graph.works[number].kind), "family", "")] += spent
     works = {work for segment in lower(job, hardware).segments for work in segment.works}
     lowered = {work.family for work in works if isinstance(work, Op)}
     products = {"gemm", "attention"}  # products of attention are either, as the job fuses them or not
@@ -134,26 +133,23 @@ def _stage(stage: int, graph: Program, lowered: Lowered, latency: LatencyModel |
     (count, spent), asked = traced_works(graph), lowered_works(lowered, stage)
     each = np.zeros(len(asked)) if latency is None else np.nan_to_num(sized_seconds(latency, list(asked)))
     seconds = {work: one * asked[work] for work, one in zip(asked, each.tolist(), strict=True)}
-    kinds: dict[str, dict[str, Any]] = {
-        work.kind: {"kind": work.kind} for work in sorted((*count, *asked), key=lambda work: work.kind)
-    }
-    totals: dict[str, Mapping[Work, float]] = {
-        "traced": count,
-        "lowered": asked,
-        "traced_s": spent,
-        "lowered_s": seconds,
-    }
-    for name, found in totals.items():
-        for kind in kinds:
-            kinds[kind][name] = sum(value for work, value in found.items() if work.kind == kind)
+    totals: dict[str, Mapping[Work, float]] = dict(traced=count, lowered=asked, traced_s=spent, lowered_s=seconds)
+    kinds: list[dict[str, Any]] = [{"kind": kind} for kind in sorted({work.kind for work in (*count, *asked)})]
+    for row in kinds:
+        for name, found in totals.items():
+            row[name] = sum(value for work, value in found.items() if work.kind == row["kind"])
     return {
         "stage": stage,
         "rank": graph.rank,
         "traced_s": sum(spent.values()),
         "alike_s": sum(spent[work] for work in count if work in asked and _equal(count[work], asked[work])),
-        "kinds": sorted(kinds.values(), key=lambda row: -max(row["traced_s"], row["lowered_s"])),
+        "kinds": sorted(kinds, key=_longest),
         "differences": _differences(count, spent, asked, seconds),
     }
+
+
+def _longest(row: dict[str, Any]) -> float:
+    return -float(max(row["traced_s"], row["lowered_s"]))
 
 
 def _equal(traced: float, lowered: float) -> bool:
@@ -164,17 +160,19 @@ def _equal(traced: float, lowered: float) -> bool:
 def _differences(
     count: dict[Work, float], spent: dict[Work, float], asked: Counter[Work], seconds: dict[Work, float]
 ) -> list[dict[str, Any]]:
-    """Signatures that occur in one of the two more often; of one kind, equal numbers with other dims are paired.
+    """Signatures that occur in one of the two more often, with counts and seconds of a step.
 
-    Returns:
-        For each ``what``: ``missing`` (the job alone has it), ``extra`` (the trace alone), ``count``, or ``dims`` (of
-        one kind and count, in other dims or bytes); and both signatures, with counts and seconds of a step.
+    ``what`` is ``missing`` (the job alone has it), ``extra`` (the trace alone), ``count``, or ``dims``: equal numbers
+    of one kind, in other dims or bytes, are paired.
     """
     pairs: list[tuple[str, Work | None, Work | None]] = [
         ("count", work, work) for work in count if work in asked and not _equal(count[work], asked[work])
     ]
-    missing = sorted((work for work in asked if work not in count), key=lambda work: -work.num_bytes)
-    for one in sorted((work for work in count if work not in asked), key=lambda work: -work.num_bytes):
+    missing, extra = (
+        sorted(one.keys() - other.keys(), key=lambda work: (-work.num_bytes, str(work)))
+        for one, other in ((asked, count), (count, asked))
+    )
+    for one in extra:
         same = next((w for w in missing if w.kind == one.kind and _equal(asked[w], count[one])), None)
         if same is not None:
             missing.remove(same)
@@ -185,7 +183,7 @@ def _differences(
          "traced_s": spent[one] if one else 0.0, "lowered_s": seconds[other] if other else 0.0}
         for what, one, other in (*pairs, *(("missing", None, work) for work in missing))
     ]  # fmt: skip
-    return sorted(found, key=lambda each: -max(each["traced_s"], each["lowered_s"]))
+    return sorted(found, key=_longest)
 
 
 def comparison_text(told: dict[str, Any]) -> str:
@@ -193,10 +191,10 @@ def comparison_text(told: dict[str, Any]) -> str:
         f"beside its job: {told['alike_percent']:.1f} % of the traced time is in ops and collectives that the lowered "
         "program runs equally often, in the same dims"
     ]
-    totals: dict[str, str | Column] = {"kind": "kind", "traced": lambda row: Number(row["traced"]),
-                                       "lowered": lambda row: Number(row["lowered"]), "traced ms": "traced_s",
-                                       "predicted ms": "lowered_s"}  # fmt: skip
-    columns: dict[str, str | Column] = {
+    totals: Columns = {"kind": "kind", "traced": lambda row: Number(row["traced"]),
+                       "lowered": lambda row: Number(row["lowered"]), "traced ms": "traced_s",
+                       "predicted ms": "lowered_s"}  # fmt: skip
+    columns: Columns = {
         "difference": "what",
         "traced": lambda row: row["traced"] or "-",
         "lowered": lambda row: row["lowered"] or "-",

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.hardware.hardware import HARDWARE
@@ -18,10 +18,7 @@ from stepsight.experiments.questions.sweep import FABRIC_KEYS, NODES, Axis, chan
 from stepsight.experiments.reports.text_table import words
 from stepsight.simulator.iteration.timeline import memory_moments
 from stepsight.training.prediction.prediction import Prediction, predict
-
-if TYPE_CHECKING:
-    from stepsight.training.predictor.predictor import Predictor
-
+from stepsight.training.predictor.predictor import Predictor
 
 OnStep = Callable[[int, int], None]
 MOST_STEPS = 6
@@ -38,8 +35,12 @@ def job_facts(
     on_step: OnStep = lambda *_: None,
 ) -> dict[str, Any]:
     """Collect all values of the page; ``on_step`` is called between predictions, and may raise to stop."""
-    job, fabric = prediction.job, prediction.job.fabric
-    links = {"within a node": fabric.intra_node, "between nodes": fabric.inter_node}
+    job, fabric, simulation = prediction.job, prediction.job.fabric, prediction.simulation
+    scale = prediction.iteration_time_s / simulation.iteration_time_s
+    links = {
+        name: {"gbytes_per_s": link.bandwidth_bytes_per_s / 1e9, "latency_us": link.latency_s * 1e6}
+        for name, link in (("within a node", fabric.intra_node), ("between nodes", fabric.inter_node))
+    }
 
     def effect(values: dict[str, Any], change: Callable[[], Job]) -> Effect | None:
         """The effect of a change; None if the changed job is not legal or the same."""
@@ -59,27 +60,17 @@ def job_facts(
     return {
         **prediction.to_dict(),
         "tables": job.to_dict(),
-        "fabric": {"name": fabric.name}
-        | {
-            name: {"gbytes_per_s": link.bandwidth_bytes_per_s / 1e9, "latency_us": link.latency_s * 1e6}
-            for name, link in links.items()
-        },
+        "fabric": {"name": fabric.name, **links},
         "explain": [row.to_dict() for row in prediction.explain(8)],
         "plan": dict(plan),
         "tornado": _tornado(job, effect),
         "curves": _curves(job, predictor, on_step),
         "next_steps": _next_steps(job, effect),
-        "memory_over_time": memory_over_time(prediction),
+        "memory_over_time": [  # of each stage: times in seconds, and bytes from each time on
+            {"stage": stage, "seconds": (begins * scale).tolist(), "bytes": moments.tolist()}
+            for stage, begins, moments in memory_moments(simulation, simulation.slowest)
+        ],
     }
-
-
-def memory_over_time(prediction: Prediction) -> list[dict[str, Any]]:
-    """Memory of each pipeline stage over the iteration: times in seconds, and bytes from each time on."""
-    simulation, scale = prediction.simulation, prediction.iteration_time_s / prediction.simulation.iteration_time_s
-    return [
-        {"stage": stage, "seconds": (begins * scale).tolist(), "bytes": moments.tolist()}
-        for stage, begins, moments in memory_moments(simulation, simulation.slowest)
-    ]
 
 
 def _curves(job: Job, predictor: Predictor | str | None, on_step: OnStep) -> dict[str, list[dict[str, Any]]]:
@@ -208,11 +199,7 @@ def fields_of(job: Job) -> list[Field]:
 
 
 def changed(job: Job, key: str, value: Any) -> Job:
-    """The job with a new value of one key; what depends on it follows, as replicas do.
-
-    Raises:
-        JobError: If the job breaks a rule; the message states it.
-    """
+    """The job with a new value of one key; what depends on it follows, as replicas do."""
     if value == value_of(job, key):
         return job
     if key == MODEL and value in MODELS:

@@ -19,22 +19,22 @@ Lines = Iterator[tuple[str, str]]  # a title, and what is told; an empty text is
 
 def predictor_text(path: Path, predictor: Predictor) -> str:
     """Hardware, training data, errors, calibration and interval widths of a predictor."""
+    manifest, doubts, doubt = predictor.manifest, predictor.doubts, ""
+    if doubts is not None:
+        usual, kinds = 100 * math.expm1(doubts.halves.get("", 0.0)), sum("/" not in name for name in doubts.halves) - 1
+        within = f"nine of ten ops within a run are off by at most {usual:.0f} %"
+        doubt = f"{within}; {kinds} kinds have an interval of their own"
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.get("versions", {}).items())
+    when = f"{manifest['created']}, " if "created" in manifest else ""
     lines = [
         ("predictor", str(path)),
         *_learned(predictor),
         *_calibrated(predictor),
         ("interval", _interval(predictor)),
+        ("doubt", doubt),
+        ("made", f"{when}digest {manifest.get('digest', 'unknown')}, with {versions or 'unknown versions'}"),
     ]
-    if predictor.doubts is not None:
-        usual = 100 * math.expm1(predictor.doubts.halves.get("", 0.0))
-        kinds = sum("/" not in name for name in predictor.doubts.halves) - 1
-        told = f"nine of ten ops within a run are off by at most {usual:.0f} %"
-        lines.append(("doubt", f"{told}; {kinds} kinds have an interval of their own"))
-    manifest = predictor.manifest
-    versions = ", ".join(f"{name} {version}" for name, version in manifest.get("versions", {}).items())
-    when = f"{manifest['created']}, " if "created" in manifest else ""
-    made = f"{when}digest {manifest.get('digest', 'unknown')}, with {versions or 'unknown versions'}"
-    head = "\n".join(f"{name:<13}{text}" for name, text in [*lines, ("made", made)] if text)
+    head = "\n".join(f"{name:<13}{text}" for name, text in lines if text)
     # Mean errors of signatures left out in turn, by family; families with too few measurements have none.
     rows = [
         [family, Number(100 * math.expm1(error)) if error < UNKNOWN else "-"]
@@ -50,13 +50,10 @@ def _learned(predictor: Predictor) -> Lines:
     manifest, recipe = predictor.manifest, RECIPES.get(predictor.manifest.get("name", ""))
     twins = f"; {', '.join(recipe.twins)} too, as rooflines differ" if recipe is not None and recipe.twins else ""
     yield "for", predictor.hardware.name + twins
+    origin = f"{len(manifest.get('runs', []))} runs in {', '.join(manifest.get('collections', [])) or 'no collection'}"
     if "sources" in manifest:
         who = dict.fromkeys(name.split("/")[0] for name in manifest["sources"])
         origin = f"in {len(manifest['sources'])} files of {', '.join(who)}"
-    else:
-        origin = (
-            f"{len(manifest.get('runs', []))} runs in {', '.join(manifest.get('collections', [])) or 'no collection'}"
-        )
     counts = f"{manifest.get('num_ops', 0):,} ops and {manifest.get('num_collectives', 0):,} collectives on their own"
     yield "learned from", f"{counts}, {origin}"
     yield "measured", ", ".join(manifest.get("kinds_measured", sorted(predictor.kernel.regressor.physics)))
@@ -80,11 +77,8 @@ def _calibrated(predictor: Predictor) -> Lines:
     """What corrects the predictor: published runs, calibration by runs, by collectives and by traces."""
     calibration, manifest = predictor.calibration, predictor.manifest
     if (found := calibration.published) is not None:
-        changed = (
-            "" if found.facts == facts_digest() else ", which have changed since: fit again (tools/shipped_data.py)"
-        )
-        sources = len({run.source for run in found.runs})
-        runs = f"{len(found.runs)} runs of {sources} sources"
+        changed = ", which have changed since: fit again (tools/shipped_data.py)" * (found.facts != facts_digest())
+        runs = f"{len(found.runs)} runs of {len({run.source for run in found.runs})} sources"
         yield "published", f"{runs} correct jobs near them; facts {found.facts}{changed}"
     if calibration.residual is not None:
         factors = ", ".join(f"{name} x {factor:.3f}" for name, factor in calibration.constants.to_dict().items())
@@ -99,10 +93,9 @@ def _calibrated(predictor: Predictor) -> Lines:
         where = f"in {', '.join(told['tables'])} over {told['fabric']}; {told['evidence']['by']}"
         yield "links", f"calibrated on {measured} {where}: {_better(told['evidence'])}; begun from {told['predictor']}"
     if told := manifest.get("calibrated_traces", {}):
-        text, kinds, all_ops = f"{len(told['runs'])} imported", told["kinds"], told["evidence"]["all"]
-        text += f"; {len(kinds)} kinds corrected, ops left out: {_better(all_ops)}" if kinds else ""
+        text, kinds, lost = f"{len(told['runs'])} imported", told["kinds"], told["overlap"]
+        text += f"; {len(kinds)} kinds corrected, ops left out: {_better(told['evidence']['all'])}" if kinds else ""
         text += f"; launches of {len(told['host_kinds_s'])} kinds" if told["host_kinds_s"] else ""
-        lost = told["overlap"]
         text += "" if lost is None else f"; {100 * lost['share']:.0f} % of overlapped time lost"
         yield "traces", f"{text}; begun from {told['predictor']}"
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.base.registry import did_you_mean
@@ -22,9 +22,7 @@ from stepsight.experiments.reports.plots import figure_file
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.training.corrections.intervals import interval_text, seconds_text
 from stepsight.training.prediction.prediction import Prediction, predict
-
-if TYPE_CHECKING:
-    from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.predictor import Predictor
 
 MOST_JOBS = 10_000
 _RANGE = re.compile(r"(\d+)\.\.(\d+)(?:\+(\d+))?")
@@ -40,13 +38,10 @@ _DEGREES = ("parallel.tp", "parallel.cp", "parallel.pp", "cluster.nodes", "clust
 
 
 def change_job(job: Job, values: Mapping[str, Any]) -> Job:
-    """Change keys of a job; the number of replicas follows, unless it is changed itself, as does the micro-batch of a
-    recommendation model whose ranks share the batch.
+    """Change keys of a job, such as ``cluster.nodes`` or ``cluster.fabric.inter_node.latency_us``.
 
-    Args:
-        job: The job to start from; it stays as it is.
-        values: New values by key, such as ``cluster.nodes``, ``model.seq_len`` or
-            ``cluster.fabric.inter_node.latency_us``.
+    The number of replicas follows, unless it is changed itself, as does the micro-batch of a recommendation model whose
+    ranks share the batch.
     """
     unknown = [key for key in values if key not in known_keys()]
     if unknown:
@@ -168,8 +163,8 @@ def sweep(
     for number, each in enumerate(combinations):
         values = dict(zip((axis.key for axis in axes), each, strict=True))
         try:
-            grown = {GLOBAL_BATCH: _grown_batch(job, values)} if weak and GLOBAL_BATCH not in values else {}
-            points.append(Point(values, predict(change_job(job, {**values, **grown}), predictor)))
+            grown = {GLOBAL_BATCH: _grown_batch(job, values)} if weak else {}
+            points.append(Point(values, predict(change_job(job, {**grown, **values}), predictor)))
         except JobError as error:
             points.append(Point(values, None, str(error)))
         on_point(number + 1, len(combinations))
@@ -180,11 +175,10 @@ def sweep(
 
 def _grown_batch(job: Job, values: dict[str, Any]) -> int:
     """The global batch in proportion to the number of devices."""
-    cluster = job.cluster
-    nodes, devices = (values.get(f"cluster.{name}", getattr(cluster, name)) for name in _DEVICES)
-    if not all(isinstance(number, int) for number in (nodes, devices)):
+    nodes, devices = (values.get(f"cluster.{name}", getattr(job.cluster, name)) for name in _DEVICES)
+    if not (isinstance(nodes, int) and isinstance(devices, int)):
         return job.batch.global_batch  # the rules of a job reject the number
-    return max(1, round(job.batch.global_batch * int(nodes) * int(devices) / cluster.num_devices))
+    return max(1, round(job.batch.global_batch * nodes * devices / job.cluster.num_devices))
 
 
 def sweep_text(job: Job, axes: Sequence[Axis], points: Sequence[Point]) -> str:
@@ -217,24 +211,23 @@ def sweep_csv(points: Sequence[Point]) -> str:
 
 def plot_sweep(axes: Sequence[Axis], points: Sequence[Point], path: Path, title: str) -> None:
     """Draw the iteration time with its interval over the last axis, a line for each value of the others."""
-    last = axes[-1].key
-    groups: dict[str, list[tuple[Any, float, float, float]]] = {}
-    numeric = all(isinstance(value, int | float) for value in axes[-1].values)
+    *others, last = axes
+    groups, values = dict[str, list[tuple[Any, float, float, float]]](), last.values
+    numeric = all(isinstance(value, int | float) for value in values)
     for point in points:
         if (found := point.prediction) is not None:
-            others = ", ".join(f"{axis.key.partition('.')[2]} {point.values[axis.key]}" for axis in axes[:-1])
-            x = point.values[last] if numeric else str(point.values[last])
-            groups.setdefault(others, []).append((x, found.iteration_time_s, found.low_s, found.high_s))
+            name = ", ".join(f"{axis.key.partition('.')[2]} {point.values[axis.key]}" for axis in others)
+            x = point.values[last.key] if numeric else str(point.values[last.key])
+            groups.setdefault(name, []).append((x, found.iteration_time_s, found.low_s, found.high_s))
     with figure_file(path, 7.0, 4.5) as drawn:
         for name, each in groups.items():
             xs, seconds, low, high = zip(*each, strict=True)
             drawn.plot(xs, seconds, marker="o", label=name)
             if numeric:
                 drawn.fill_between(xs, low, high, alpha=0.15)
-        values = axes[-1].values
         if numeric and min(values) > 0 and max(values) >= 8 * min(values):
             drawn.set_xscale("log", base=2)
-        drawn.set(xlabel=last, ylabel="iteration time (s), with interval", title=title)
+        drawn.set(xlabel=last.key, ylabel="iteration time (s), with interval", title=title)
         drawn.set_ylim(bottom=0)
         if len(groups) > 1:
             drawn.legend(frameon=False)

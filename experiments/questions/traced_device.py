@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 from stepsight.dataset.base.errors import JobError, StepsightError
-from stepsight.dataset.hardware.hardware import (
-    FABRICS,
-    HARDWARE,
-    Fabric,
-    canonical_hardware,
-    find_fabric,
-    find_hardware,
-    unknown_hardware,
-    usual_fabric,
-)
+from stepsight.dataset.hardware import hardware as known
+from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, Fabric, find_fabric, find_hardware, usual_fabric
 from stepsight.dataset.runs.run_folder import TracedRun
 from stepsight.dataset.tables.measurements import chip_name, device_name, is_other_device
 from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLatency
@@ -20,11 +12,7 @@ from stepsight.training.shipped.catalogue import shipped_predictor
 
 
 def traced_device(run: TracedRun, on: str = "", on_fabric: str = "") -> tuple[str, Fabric]:
-    """Hardware and fabric of a trace: as said, else from the job, or from the device's name in the trace.
-
-    Raises:
-        StepsightError: If they are unknown, or the trace contradicts what is said.
-    """
+    """Hardware and fabric of a trace: as said, else from the job, or from the device's name in the trace."""
     job, said, on_host = run.job, run.graphs[0].device_name, run.graphs[0].device == "cpu"
     name = preset_name(on) if on else (job.cluster.hardware if job is not None else "")
     if not name:
@@ -38,7 +26,7 @@ def traced_device(run: TracedRun, on: str = "", on_fabric: str = "") -> tuple[st
             f"got {on!r:.80}; --hardware asks about another one"
         )
     if facts is None and on:
-        raise StepsightError(f"--on must be the traced device, a name or a file: {unknown_hardware(on)}")
+        raise StepsightError(f"--on must be the traced device, a name or a file: {known.unknown_hardware(on)}")
     if facts is None:
         told = f"the trace names {said!r:.80}, which is no known device" if said else "the trace names no device"
         raise StepsightError(
@@ -58,10 +46,10 @@ def traced_device(run: TracedRun, on: str = "", on_fabric: str = "") -> tuple[st
 
 def preset_name(name: str) -> str:
     """A known hardware by name, usual name or prefix (``h100-sxm``): the first one that matches."""
-    name = canonical_hardware(name)
+    name = known.canonical_hardware(name)
     if find_hardware(name) is not None:
         return name
-    return next((known for known in HARDWARE.names() if known.startswith(f"{name}-")), name)
+    return next((each for each in HARDWARE.names() if each.startswith(f"{name}-")), name)
 
 
 def latency_of(hardware: str, fabric: Fabric) -> LatencyModel:

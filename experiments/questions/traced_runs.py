@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,16 +21,14 @@ from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_folder import TracedRun, has_traces, is_imported, read_imported, run_folders, run_graphs
 from stepsight.dataset.runs.run_manifest import read_manifest, read_object
 from stepsight.experiments.questions.traced_device import latency_of, traced_device
-from stepsight.experiments.reports.text_table import Column, Number, table_of
+from stepsight.experiments.reports.text_table import Columns, Number, table_of
 from stepsight.simulator.replay import changes
 from stepsight.simulator.replay.causes import COMMUNICATION, HOST_BOUND, LOADER, PEERS, breakdown, longest_path
 from stepsight.simulator.replay.replay import Replay, replay
 from stepsight.simulator.replay.step_timeline import kernel_table, launch_table, traced_timeline
 from stepsight.training.corrections.intervals import seconds_text
 from stepsight.training.prediction.prediction import predict
-
-if TYPE_CHECKING:
-    from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.predictor import Predictor
 
 Change = Callable[[Sequence[Program], changes.Tally], list[Program]]
 LEAST_SHARE = 0.02  # of the step: causes whose removal saves less are not printed
@@ -111,16 +109,15 @@ class ReplayedRun:
     def critical_path(self) -> list[dict[str, Any]]:
         """Nodes of the longest path through the steps, in time: rank, stream, name, kind, start and seconds."""
         joined, walked, found = self.base.walked.joined, self.base.walked, list[dict[str, Any]]()
-        for node in longest_path(walked):
+        for node in longest_path(walked)[::-1]:
             place = joined.rank_of(node)
-            if place == len(self.graphs):  # where ranks meet
-                continue
-            graph, own = self.graphs[place], node - joined.first[place]
-            where = {"rank": graph.rank, "stream": graph.streams[graph.columns["stream"][own]]}
-            what = {"name": graph.names[graph.columns["name"][own]], "kind": graph.kind_of(own)}
-            times = {"start_s": float(walked.start_s[node]), "seconds": float(joined.seconds[node])}
-            found.append({**where, **what, **times})
-        return found[::-1]
+            if place < len(self.graphs):  # ranks meet in nodes of their own
+                graph, own = self.graphs[place], node - joined.first[place]
+                where = {"rank": graph.rank, "stream": graph.streams[graph.columns["stream"][own]]}
+                what = {"name": graph.names[graph.columns["name"][own]], "kind": graph.kind_of(own)}
+                times = {"start_s": float(walked.start_s[node]), "seconds": float(joined.seconds[node])}
+                found.append({**where, **what, **times})
+        return found
 
     def causes(self, fabric: Fabric | None = None) -> list[dict[str, Any]]:
         """What makes the step longer, the largest first: ``cause``, ``seconds`` and ``saved_percent`` of a step without
@@ -129,7 +126,7 @@ class ReplayedRun:
         fabric = fabric or (None if self.run.job is None else self.run.job.fabric)
         told = breakdown(self.graphs)
         steps = told.steps_s or 1.0
-        told_idle = {
+        idle = {
             cause: f"the device idles {1e3 * told.idle.get(cause, 0.0):.1f} ms of {1e3 * steps:.1f} ms for it"
             for cause in (LOADER, PEERS)
         }
@@ -140,9 +137,9 @@ class ReplayedRun:
             tried.append((HOST_BOUND, evidence, changes.as_device_graph))
         if any(len(graph.loading_s) for graph in self.graphs):
             loaded = lambda graphs, _: [changes.host_scaled(each, 1.0, loading=0.0) for each in graphs]
-            tried.append((LOADER, told_idle[LOADER], loaded))
+            tried.append((LOADER, idle[LOADER], loaded))
         if len(self.graphs) > 1:
-            tried.append((PEERS, told_idle[PEERS], changes.without_straggler))
+            tried.append((PEERS, idle[PEERS], changes.without_straggler))
         if told.communication_s:
             most = max(self.exposed(), key=lambda each: float(each["seconds"]))
             spent = f"{1e3 * most['seconds']:.1f} ms of it, the most of all"
@@ -233,7 +230,7 @@ def _scaled(
 def replay_runs(path: Path) -> dict[str, Any]:
     """Replay a run, or every run of a collection: then the totals, and each run under ``runs``."""
     folders = run_folders(path)
-    told = [ReplayedRun.of(each).to_dict() for each in [f for f in folders if has_traces(f)] or folders[:1]]
+    told = [ReplayedRun.of(each).to_dict() for each in [*filter(has_traces, folders)] or folders[:1]]
     if len(told) == 1:
         return told[0]
     measured, replayed = (sum(each[key] for each in told) for key in ("measured_s", "replayed_s"))
@@ -242,9 +239,27 @@ def replay_runs(path: Path) -> dict[str, Any]:
     return {"measured_s": measured, "replayed_s": replayed, "error_percent": error, "streams": streams, "runs": told}
 
 
-_LAUNCHES: dict[str, str | Column] = {
-    "rank": "rank",
-    "launches": "launches",
+_STREAMS: Columns = {
+    **{name: name for name in ("rank", "stream")},
+    "busy ms": "measured_busy_s",
+    "replayed ms": "replayed_busy_s",
+    "error %": lambda row: Number(row["error_percent"], 2),
+    "unexplained idle ms": "unexplained_idle_s",
+}
+_NODES: Columns = {
+    **{name: name for name in ("rank", "stream")},
+    "longest on the critical path": lambda node: shorten(node["name"] or node["kind"], 60),
+    "their ms": "seconds",
+}
+_KERNELS: Columns = {
+    "kernel": lambda row: shorten(row["name"], 60),
+    **{name: name for name in ("kind", "count")},
+    "total ms": "seconds",
+    "%": "percent",
+    **{f"{of} ms": f"{of}_s" for of in ("mean", "min", "max")},
+}
+_LAUNCHES: Columns = {
+    **{name: name for name in ("rank", "launches")},
     **{f"{of} from launch to start ms": f"{of}_delay_s" for of in ("mean", "median", "max")},
     "outstanding, mean": "mean_queue",
     "most": "max_queue",
@@ -252,18 +267,6 @@ _LAUNCHES: dict[str, str | Column] = {
 
 
 def replay_text(told: dict[str, Any]) -> str:
-    streams: dict[str, str | Column] = {
-        **{name: name for name in ("rank", "stream")},
-        "busy ms": "measured_busy_s",
-        "replayed ms": "replayed_busy_s",
-        "error %": lambda row: Number(row["error_percent"], 2),
-        "unexplained idle ms": "unexplained_idle_s",
-    }
-    longest = lambda node: shorten(node["name"] or node["kind"], 60)
-    nodes: dict[str, str | Column] = {"rank": "rank", "stream": "stream", "longest on the critical path": longest}
-    kernels: dict[str, str | Column] = {"kernel": lambda row: shorten(row["name"], 60), "kind": "kind",
-                                        "count": "count", "total ms": "seconds", "%": "percent"}  # fmt: skip
-    kernels |= {f"{of} ms": f"{of}_s" for of in ("mean", "min", "max")}
     blocks = []
     for each in told.get("runs", [told]):
         path = sorted(each["critical_path"], key=lambda node: -node["seconds"])[:MOST_NODES]
@@ -274,9 +277,9 @@ def replay_text(told: dict[str, Any]) -> str:
             f"idle time without a known cause: {each['unexplained_percent']:.2f} % of the steps",
             *([f"work that the trace leaves out: {lost:.2f} % of the steps"] if lost else []),
             _causes_text(each["causes"]),
-            table_of(each["streams"], streams, 3),
-            table_of(path, {**nodes, "their ms": "seconds"}, 3),
-            table_of(each["kernels"][:MOST_NODES], kernels, 3),
+            table_of(each["streams"], _STREAMS, 3),
+            table_of(path, _NODES, 3),
+            table_of(each["kernels"][:MOST_NODES], _KERNELS, 3),
             *([table_of(launches, _LAUNCHES, 3)] if launches else []),
             *(f"warning: {warning}" for warning in each["warnings"]),
         ]
@@ -304,11 +307,10 @@ def step_text(told: dict[str, Any]) -> str:
 
 def _causes_text(causes: Sequence[dict[str, Any]]) -> str:
     """The causes whose removal saves something."""
-    worth = [cause for cause in causes if cause["saved_percent"] > 100 * LEAST_SHARE or not cause["seconds"]]
-    worth = [cause for cause in worth if cause["seconds"] or cause["cause"] == THROTTLING]
+    worth = [c for c in causes if c["saved_percent"] > 100 * LEAST_SHARE or c["cause"] == THROTTLING]
     if not worth:
         return f"no cause was found whose removal saves {100 * LEAST_SHARE:g} % of the step"
-    columns: dict[str, str | Column] = {
+    columns: Columns = {
         "cause": "cause",
         "saves ms": lambda cause: Number(1e3 * cause["seconds"], 3),
         "% of the step": "saved_percent",
@@ -329,14 +331,12 @@ def diagnose(run: Path, job: Job | None = None, predictor: Predictor | str | Non
     compared: dict[str, Any] = {"predicted_s": None}
     try:
         if job is not None:
-            prediction = predict(job, predictor)
+            asked = predict(job, predictor)
             compared = {
-                "predicted_s": prediction.iteration_time_s,
-                "source": prediction.source,
-                "low_s": prediction.low_s,
-                "high_s": prediction.high_s,
-                "slower_percent": 100.0 * ((measured or found.base.replayed_s) / prediction.iteration_time_s - 1.0),
-                "predicted_breakdown": dict(prediction.breakdown),
+                "predicted_s": asked.iteration_time_s,
+                **{key: getattr(asked, key) for key in ("source", "low_s", "high_s")},
+                "slower_percent": 100.0 * ((measured or found.base.replayed_s) / asked.iteration_time_s - 1.0),
+                "predicted_breakdown": dict(asked.breakdown),
             }
     except StepsightError as error:
         compared["why_not_predicted"] = str(error)

@@ -52,14 +52,8 @@ class Reliability:
             raise StepsightError("checkpoint_s must be > 0: checkpoints without cost have no best interval")
 
     def goodput(self, nodes: int) -> dict[str, Any]:
-        """Compute the share of time that is spent on training.
-
-        Returns:
-            ``goodput`` (0 to 1), ``mtbf_hours`` of the job, ``checkpoint_interval_s``, and the shares of time lost to
-            checkpoints, repeated work and restarts; empty if failures are not counted.
-
-        Raises:
-            StepsightError: If failures come faster than the job makes progress.
+        """Compute the share of time that is spent on training, and the shares lost to checkpoints, repeated work and
+        restarts; empty if failures are not counted.
         """
         if not self.node_mtbf_hours:
             return {}
@@ -87,9 +81,7 @@ class Reliability:
 def training_plan(prediction: Prediction, goal: Goal, reliability: Reliability | None = None) -> dict[str, Any]:
     """Compute duration, device-hours, cost and energy of training on ``goal.tokens``.
 
-    Returns:
-        Plain values; ``cost`` and ``energy_kwh`` are None where no price or power is known.  ``low_days`` and
-        ``high_days`` follow from the prediction interval.  Energy is an estimate: devices at their rated power.
+    ``cost`` and ``energy_kwh`` (an estimate: devices at their rated power) are None where no price or power is known.
     """
     job, seconds = prediction.job, (prediction.iteration_time_s, prediction.low_s, prediction.high_s)
     told, losses = goal.objectives(job, seconds), (reliability or Reliability()).goodput(job.cluster.nodes)

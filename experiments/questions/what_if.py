@@ -20,10 +20,7 @@ _HOST_LIMIT = 50.0  # percent of the critical path from which the host limits a 
 
 
 def what_if(path: Path, wanted: TraceChanges) -> dict[str, Any]:
-    """Compute one run: the unchanged replayed step, the step after each change, and with all changes.
-
-    Where a step was timed without a profiler too, changes are to that step (``unprofiled_s``).
-    """
+    """Compute one run: the unchanged replayed step, the step after each change, and with all changes."""
     return changed_run(ReplayedRun.of(one_run(path, "what-if")), wanted)
 
 
@@ -77,12 +74,9 @@ def _changes(asked: TraceChanges, traced: tuple[str, Fabric] | None) -> list[tup
         (f"{what} {factor:g} times as fast", partial(changes.faster, what=what, factor=factor))
         for what, factor in asked.faster.items()
     ]
-    if asked.no_host:
-        found.append(("no host", changes.without_host))
-    if asked.cuda_graph:
-        found.append(("launches cost nothing", changes.as_device_graph))
-    if asked.remove_straggler:
-        found.append(("no straggler", changes.without_straggler))
+    found += [("no host", changes.without_host)] * asked.no_host
+    found += [("launches cost nothing", changes.as_device_graph)] * asked.cuda_graph
+    found += [("no straggler", changes.without_straggler)] * asked.remove_straggler
     if traced is None:
         return found
     name, fabric = traced

@@ -87,11 +87,11 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
 )(tools.experiment_command)
 
-# Files that an interrupted verb leaves, by verb.
-_LEAVES = {
-    "verify": ": completed runs are kept; run the same command again to continue",
-    "collect": ": completed runs are kept; run the same command again to continue",
-    "demo": ": measurements are kept; run the same command again to continue",
+_CONTINUE = "are kept; run the same command again to continue"
+_LEAVES = {  # what an interrupted verb leaves
+    "verify": f": completed runs {_CONTINUE}",
+    "collect": f": completed runs {_CONTINUE}",
+    "demo": f": measurements {_CONTINUE}",
     "train": ": no predictor was written",
     "search": ": with --storage and --study, run the same command again to continue",
 }
@@ -111,14 +111,10 @@ def main() -> None:
             sys.exit(2)
         _fail(error.format_message())
     except Exception as error:
-        problem = storage_problem(error)
-        if not problem and isinstance(error, StepsightError | OSError):  # a file or folder that cannot be used
-            problem = str(error)
-        elif not problem and isinstance(error, ModuleNotFoundError):
-            problem = missing_extra(error)
-        if not problem:
+        problem = storage_problem(error) or (missing_extra(error) if isinstance(error, ModuleNotFoundError) else "")
+        if not problem and not isinstance(error, StepsightError | OSError):  # OSError: a file that cannot be used
             raise
-        _fail(problem)
+        _fail(problem or str(error))
     if code == _INTERRUPTED:
         over_progress = "\r\x1b[K" if sys.stderr.isatty() else ""
         typer.echo(f"{over_progress}interrupted{_LEAVES.get(sys.argv[1], '')}", err=True)
@@ -140,7 +136,6 @@ def _fail(text: str) -> NoReturn:
     sys.exit(2)
 
 
-_LONGEST_CHAIN = 100
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 
 
@@ -171,9 +166,8 @@ def finish_stdout() -> OSError | None:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError as error:
-        descriptor = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(descriptor, 1)
-        os.close(descriptor)
+        with open(os.devnull, "wb") as nowhere:  # noqa: PTH123
+            os.dup2(nowhere.fileno(), 1)
         return error
     return None
 
@@ -181,7 +175,7 @@ def finish_stdout() -> OSError | None:
 def storage_problem(error: BaseException) -> str:
     """What is wrong with the disk, if that caused an error of a library; else ""."""
     link: BaseException | None = error
-    for _ in range(_LONGEST_CHAIN):  # the error, its cause, the cause of that, and so on
+    for _ in range(100):  # the error, its cause, the cause of that, and so on
         if isinstance(link, OSError) and link.errno in _FULL:
             where = f": {link.filename}" if link.filename else ""
             return f"cannot write: {os.strerror(link.errno or 0)}{where}"

@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stepsight.cli.files import (
-    Force,
-    JobOptions,
-    MovedJobOptions,
-    Plot,
-    Prices,
-    Source,
-    check_job_output,
-    goal_of,
-)
+from stepsight.cli.files import Force, JobOptions, MovedJobOptions, Plot, Prices, Source, check_job_output, goal_of
 from stepsight.cli.options import Answer, Positive, Written, comma_separated, progress, refuse_given
 from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.experiments.search.settings import REGRET, TOKENS, Goal, Scenarios, SearchSettings
@@ -68,10 +59,10 @@ class PredictionFiles:
             refuse_given(context, ("level",), "sets the detail of a timeline: name the file with --timeline FILE")
         if self.traces is None:
             refuse_given(context, ("trace_stages",), "chooses stages of traces: name their folder with --traces DIR")
-            return
-        if self.traces.exists() and (not self.traces.is_dir() or any(self.traces.iterdir())):
+        elif self.traces.exists() and (not self.traces.is_dir() or any(self.traces.iterdir())):
             raise StepsightError(f"--traces must be a new or empty folder, got {str(self.traces)!r:.80}")
-        check_writable(self.traces)
+        else:
+            check_writable(self.traces)
 
     def write(self, prediction: Prediction) -> None:
         """Write the files that are wanted."""
@@ -178,24 +169,16 @@ def _predict_program(
     captured_latency(*cluster, predictor)  # a program takes long to read
     captured = read_model(program) if is_model(program) and program.is_file() else read_captured(program)
     prediction = predict_captured(captured, *cluster, predictor)
-    told = prediction.to_dict()
     if timeline is not None:
         memory = [rank.live_bytes for rank in prediction.captured.ranks]
         write_pieces(timeline, step_timeline(prediction.step, memory, prediction.captured.script))
+    told = prediction.to_dict()
     return Answer(told, program_text(told))
 
 
-def write_traces(prediction: Prediction, folder: Path, asked: str = "") -> None:
-    """Write a trace of PyTorch's profiler for the first rank of pipeline stages, ``rank<number>.json``.
-
-    Args:
-        prediction: Of the job.
-        folder: Where to.
-        asked: Numbers of stages, as ``0,15``, or ``all``; empty: all, or the first and the last where all would be more
-            than ``MOST_BYTES``, with a message.
-
-    Raises:
-        StepsightError: If the job has no such stage.
+def write_traces(prediction: Prediction, folder: Path, asked: str) -> None:
+    """Write a trace of PyTorch's profiler for the first rank of pipeline stages, ``rank<number>.json``; ``asked``: the
+    stages, as of ``--trace-stages``.
     """
     from stepsight.dataset.base.files import new_folder, write_json
     from stepsight.simulator.iteration.timeline import num_kernels, profiler_traces
@@ -283,8 +266,8 @@ class GoalOptions:
 
     def goal(self, scenarios: Scenarios) -> Goal:
         objective = self.objective or ("iteration_time" if scenarios.is_empty else "training_time")
-        more = {"critical_batch": self.critical_batch, "robust": self.robust or False}
-        return goal_of(self.tokens, self.prices, objective=objective, **more)
+        critical, robust = self.critical_batch, self.robust or False
+        return goal_of(self.tokens, self.prices, objective=objective, critical_batch=critical, robust=robust)
 
 
 def search_command(
@@ -337,24 +320,16 @@ def search_command(
     """
     from stepsight.dataset.base.files import write_text
     from stepsight.experiments.search.search_report import plot_result, search_report, write_best
-    from stepsight.experiments.search.strategies import scenario_jobs
 
-    _check_search(job, best, scenarios if uneven else None, goal_options)
+    best.check(job)
+    if uneven and not scenarios.is_empty:
+        raise StepsightError("--uneven is for one cluster and batch: search the best scenario again with it")
+    if uneven and goal_options.robust == REGRET:
+        raise StepsightError(f"--uneven does not go with --robust {REGRET}: give one of them")
     asked: dict[str, Any] = {"predictor": source.load(), "space": space}
-    nodes, problem = scenarios.nodes, ""
-    if len(nodes) == 1:
-        scenarios = replace(scenarios, nodes=())  # where the job is searched
-    try:
-        own = read = overrides.read(job, nodes[0] if len(nodes) == 1 else None)
-    except JobError as error:
-        if len(nodes) != 1:
-            raise
-        own, problem = overrides.read(job), f"the job's own strategy does not run on {nodes[0]} nodes: {error}"
-        ((_, found),) = scenario_jobs(own, Scenarios(nodes=nodes))
-        if isinstance(found, JobError):
-            raise found from None
-        read = found
-    read = _placed_for(read, best.to)
+    scenarios, own, read, problem = _job_to_search(job, overrides, scenarios)
+    if best.to == "torchrec":  # it cannot share the rows of a table among some ranks
+        read = replace(read, sharding=replace(read.sharding, partial_rows=False))
     more = {"goal": goal_options.goal(scenarios), "scenarios": scenarios, "expert_loads": expert_loads}
     result = _searched(read, settings, workers, uneven, {**asked, **more})
     report = search_report(read, replace(result, own=None) if problem else result, settings.top)
@@ -369,18 +344,26 @@ def search_command(
     return Answer(report, text)
 
 
-def _check_search(job: list[Path], best: BestStrategyFile, uneven: Scenarios | None, goal_options: GoalOptions) -> None:
-    """``uneven``: the scenarios, if layers of stages are chosen, too; else None."""
-    best.check(job)
-    if uneven is not None and not uneven.is_empty:
-        raise StepsightError("--uneven is for one cluster and batch: search the best scenario again with it")
-    if uneven is not None and goal_options.robust == REGRET:
-        raise StepsightError(f"--uneven does not go with --robust {REGRET}: give one of them")
+def _job_to_search(files: list[Path], overrides: JobOptions, scenarios: Scenarios) -> tuple[Scenarios, Job, Job, str]:
+    """The scenarios to compare, the job as it is read, the job to search, and why its own strategy does not run.
 
+    One number of nodes is no scenario: the job is searched there.
+    """
+    from stepsight.experiments.search.strategies import scenario_jobs
 
-def _placed_for(job: Job, to: str) -> Job:
-    """The job, whose tables are placed as the framework that it is written for can."""
-    return replace(job, sharding=replace(job.sharding, partial_rows=False)) if to == "torchrec" else job
+    if len(scenarios.nodes) != 1:
+        own = overrides.read(files)
+        return scenarios, own, own, ""
+    (nodes,), others = scenarios.nodes, replace(scenarios, nodes=())
+    try:
+        own = overrides.read(files, nodes)
+        return others, own, own, ""
+    except JobError as error:
+        own, problem = overrides.read(files), f"the job's own strategy does not run on {nodes} nodes: {error}"
+        ((_, found),) = scenario_jobs(own, Scenarios(nodes=scenarios.nodes))
+        if isinstance(found, JobError):
+            raise found from None
+        return others, own, found, problem
 
 
 def _searched(job: Job, settings: SearchSettings, workers: int, uneven: bool, asked: dict[str, Any]) -> SearchResult:

@@ -8,17 +8,8 @@ from typing import Annotated
 
 import typer
 
-from stepsight.cli.files import (
-    JobOptions,
-    LearnedSource,
-    MovedJobOptions,
-    Plot,
-    Prices,
-    Source,
-    goal_of,
-    load_predictor,
-    refuse_program,
-)
+from stepsight.cli import files
+from stepsight.cli.files import JobOptions, LearnedSource, MovedJobOptions, Plot, Prices, Source
 from stepsight.cli.options import Answer, Written, progress
 from stepsight.dataset.base.errors import StepsightError, need
 from stepsight.experiments.questions.training_plan import Reliability
@@ -94,15 +85,14 @@ def compare_command(
 
     sides = []
     for thing in things:
-        refuse_program(thing)
+        files.refuse_program(thing)
         if thing.is_dir() or (thing.is_file() and (thing.name.endswith(".json.gz") or is_trace(thing))):
             sides.append(run_side(thing))
             continue
         job = overrides.read(thing)
-        asked: list[Path | None] = [*predictors] if predictors else [None]
-        for named in asked:
-            by = f" by {named.name}" if named is not None and len(asked) > 1 else ""
-            sides.append(predicted_side(predict(job, load_predictor(named)), f"{thing.name}{by}"))
+        for named in predictors or (None,):
+            by = f" by {named.name}" if named is not None and len(predictors or ()) > 1 else ""
+            sides.append(predicted_side(predict(job, files.load_predictor(named)), f"{thing.name}{by}"))
     told = compare_sides(sides)
     return Answer(told, comparison_text(told))
 
@@ -141,7 +131,7 @@ def report_command(
     from stepsight.experiments.search.search import search as search_strategies
     from stepsight.training.prediction.prediction import predict
 
-    goal = goal_of(TOKENS if tokens is None else tokens, prices)
+    goal = files.goal_of(TOKENS if tokens is None else tokens, prices)
     predictor, tell = source.load(), progress("jobs reported")
     read = overrides.read_all(jobs, overrides.nodes)
     facts, extra, predictions = [], [], [predict(job, predictor) for job in read]

@@ -106,13 +106,7 @@ class JobOptions:
     given: Annotated[list[str] | None, "--set", typer.Option(metavar="KEY=VALUE")] = None
 
     def read(self, path: Path | Sequence[Path], nodes: int | None = None) -> Job:
-        """Read a job from a job file, or from the configuration of a training framework, or from files of one run.
-
-        Assumed values for keys that a configuration leaves open are printed on stderr.
-
-        Raises:
-            StepsightError: If the file is neither, or holds no whole job.
-        """
+        """Read a job from a job file, or from the configurations of one run; assumed values are printed on stderr."""
         found = self.read_all([path] if isinstance(path, Path) else path, nodes)
         if len(found) > 1:
             raise StepsightError(f"one job is asked about, got {len(found)}: name one file, or the files of one run")
@@ -122,19 +116,18 @@ class JobOptions:
         """Read a job from each file; configurations of which one states no model are those of one run."""
         from stepsight.dataset.configs.formats import ConfigJob
 
-        read = [self._read([path], nodes) for path in paths]
-        if len(paths) > 1 and any(isinstance(one, ConfigJob) and one.read is None for one in read):
-            whole = [str(path) for path, one in zip(paths, read, strict=True) if getattr(one, "read", one) is not None]
+        read = [([path], self._read([path], nodes)) for path in paths]
+        if len(paths) > 1 and any(getattr(found, "read", found) is None for _, found in read):
+            whole = [str(path) for (path,), found in read if getattr(found, "read", found) is not None]
             if len(whole) > 1:
                 raise StepsightError(f"files of one run state its model once, got {', '.join(whole)}: ask about each")
-            read = [self._read(paths, nodes)]
-        for one in read:
-            if isinstance(one, ConfigJob) and one.read is not None:
-                assumed = ", ".join(f"{key} = {one.assumed[key]}" for key in _TOLD if key in one.assumed)
-                told = f"read as {' and '.join(one.formats)}; assumed {assumed or 'nothing important'}"
-                files = ", ".join(map(str, paths if len(read) < len(paths) else paths[read.index(one) :][:1]))
-                typer.echo(printable(f"{files}: {told}; `stepsight job` lists all"), err=True)
-        return [one.job if isinstance(one, ConfigJob) else one for one in read]
+            read = [([*paths], self._read(paths, nodes))]
+        for files, found in read:
+            if isinstance(found, ConfigJob) and found.read is not None:
+                assumed = ", ".join(f"{key} = {found.assumed[key]}" for key in _TOLD if key in found.assumed)
+                told = f"read as {' and '.join(found.formats)}; assumed {assumed or 'nothing important'}"
+                _tell(f"{', '.join(map(str, files))}: {told}; `stepsight job` lists all")
+        return [found.job if isinstance(found, ConfigJob) else found for _, found in read]
 
     def _read(self, paths: Sequence[Path], nodes: int | None) -> Job | ConfigJob:
         from stepsight.dataset.configs.drafts import Given
@@ -150,7 +143,7 @@ class JobOptions:
             hardware, fabric = self.hardware or job.cluster.hardware, job.cluster.fabric
             if fabric and hardware != job.cluster.hardware and "cluster.fabric" not in given:
                 told = f"the usual fabric of {hardware} replaces the job's own; --set cluster.fabric=NAME states one"
-                typer.echo(printable(f"{paths[0]}: {told}"), err=True)
+                _tell(f"{paths[0]}: {told}")
                 fabric = ""
             cluster = replace(job.cluster, hardware=hardware, nodes=nodes or job.cluster.nodes, fabric=fabric)
             same = cluster.num_devices == job.cluster.num_devices
@@ -174,12 +167,12 @@ class MovedJobOptions(JobOptions):
         return super().read(path, self.nodes)
 
 
-def refuse_program(path: Path) -> None:
-    """Refuse a captured script in place of a job.
+def _tell(text: str) -> None:
+    typer.echo(printable(text), err=True)
 
-    Raises:
-        StepsightError: If the folder holds one.
-    """
+
+def refuse_program(path: Path) -> None:
+    """Refuse the folder of a captured script in place of a job."""
     from stepsight.dataset.capture.captured import MANIFEST
 
     if (path / MANIFEST).is_file():
@@ -195,16 +188,8 @@ def goal_of(tokens: float, prices: Path | None, **more: Any) -> Goal:
 
 
 def check_job_output(out: Path | None, to: str, read: Sequence[Path], force: bool = False) -> None:
-    """Check, before the work, that a job or a configuration can be written and replaces no file of the user.
-
-    Args:
-        out: The file; None: none is written.
-        to: Format of the configuration; empty: a job file.
-        read: Files that the verb reads.
-        force: Whether a configuration may replace a file.
-
-    Raises:
-        StepsightError: If not.
+    """Check, before the work, that a job, or a configuration in the format ``to``, can be written and replaces no file
+    of the user; ``read``: the files that the verb reads.
     """
     from stepsight.dataset.base.files import check_output_file
 
@@ -214,9 +199,8 @@ def check_job_output(out: Path | None, to: str, read: Sequence[Path], force: boo
         raise StepsightError(f"--out ends in .toml, got {str(out)!r:.80}; or name a format with --to")
     if any(out.exists() and each.exists() and out.samefile(each) for each in read):
         raise StepsightError(f"--out must not be a file that is read, got {str(out)!r:.80}: name a new file")
+    check_output_file(out)
     if not to:
         JOB_FILE.checked("--out", out)
-        return
-    check_output_file(out)
-    if out.exists() and not force:
+    elif out.exists() and not force:
         raise StepsightError(f"--out must be a new file, got {str(out)!r:.80}: name another one, or give --force")

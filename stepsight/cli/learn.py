@@ -88,8 +88,8 @@ def train_command(
         from stepsight.training.fitting.train_runs import train
 
         refuse_given(called, facts, "is for tables (.parquet), got collections: leave it out")
-        name = "local-cpu" if hardware is None else hardware
-        predictor = train(sources, out, hardware_name=name, progress=True, context=context, **shared)
+        shared |= {} if hardware is None else {"hardware_name": hardware}
+        predictor = train(sources, out, progress=True, context=context, **shared)
     report = training_report(predictor, out)
     return Answer(report, report["text"])
 
@@ -153,34 +153,30 @@ def evaluate_command(
         explain_columns: Explain the columns of a table of runs.
         template: Print a table of runs to fill in, with an example row.
     """
-    from stepsight.experiments.evaluation.error_metrics import predictor_by_hardware
-
     if runs.suffix == ".parquet" or runs.is_dir():
         refuse_given(context, ("calibrate", "plot", "rows", "groups", "baseline"), _NOT_FOR_TABLES)
         return _judge_measured(runs, source.load(), fabric, software)
     refuse_given(context, ("fabric", "software"), _NOT_FOR_RUNS)
-    from stepsight.experiments.calibration.calibrate_runs import read_most_gpus
+    from stepsight.experiments.calibration.calibrate_runs import FITTED_ON, SPLITS, calibrate_small, read_most_gpus
     from stepsight.experiments.evaluation.baselines import baseline_figures, baselines_text, read_baselines
+    from stepsight.experiments.evaluation.error_metrics import predictor_by_hardware
     from stepsight.experiments.evaluation.evaluate import evaluate, evaluation_text
     from stepsight.experiments.reports.plots import plot_published_runs
 
     most_gpus = None if calibrate is None else read_most_gpus(calibrate)
-    names = read_baselines(baseline) if baseline else ()
-    predictor = source.load()
+    names, predictor = read_baselines(baseline) if baseline else (), source.load()
     result = evaluate(runs, predictor, source=rows, on_row=progress("rows predicted"))
     if plot is not None:
         plot_published_runs(result.points, plot, "published runs")
-    value, shown = result.to_dict(), {}
+    value, shown, judges = result.to_dict(), {}, predictor_by_hardware(predictor)
     if most_gpus is not None:
-        from stepsight.experiments.calibration.calibrate_runs import FITTED_ON, SPLITS, calibrate_small
-
         for name, set_of in SPLITS.items():
             on_set = progress(f"sources calibrated, {name}")
-            value[name] = calibrate_small(result, predictor_by_hardware(predictor), most_gpus, set_of, on_set)
+            value[name] = calibrate_small(result, judges, most_gpus, set_of, on_set)
             shown[FITTED_ON[name].format(most_gpus)] = value[name]
     text = evaluation_text(result, worst, shown, groups=groups)
     if names:
-        value["baselines"] = baseline_figures(result.scored, predictor_by_hardware(predictor), names)
+        value["baselines"] = baseline_figures(result.scored, judges, names)
         text += f"\n\n{baselines_text(value['baselines'])}"
     return Answer(value, text)
 
@@ -211,11 +207,10 @@ def _to_correct(named: Path, runs: Path) -> Predictor:
         return load_predictor(named)
     rows = read_runs_table(runs) if runs.is_file() and runs.suffix != ".parquet" else []
     devices = sorted({canonical_hardware(row.text("hardware")) for row in rows})
-    learned = asked_predictor(devices[0], named) if len(devices) == 1 else None
-    if learned is None:
-        on = f"runs on {', '.join(devices) or 'devices that it does not name'}"
-        raise StepsightError(f"calibrate corrects the predictor of one device: name it, got {named} and {on}")
-    return learned
+    if len(devices) == 1 and (learned := asked_predictor(devices[0], named)) is not None:
+        return learned
+    on = f"runs on {', '.join(devices) or 'devices that it does not name'}"
+    raise StepsightError(f"calibrate corrects the predictor of one device: name it, got {named} and {on}")
 
 
 def calibrate_command(
@@ -273,8 +268,8 @@ def calibrate_command(
         from stepsight.dataset.hardware.hardware import find_fabric
         from stepsight.experiments.calibration.calibrate_parts import calibrate_links
 
-        chosen: dict[str, Any] = {"max_devices": max_devices or 64, "software": software}
-        report = calibrate_links(runs, learned, find_fabric(fabric), out, **chosen)
+        links = find_fabric(fabric)
+        report = calibrate_links(runs, learned, links, out, max_devices=max_devices or 64, software=software)
         problem = "the calibration predicts nothing better than before"
         if doubts := report.values["doubts"]:
             return Answer(report.to_dict(), report.text, doubts[0])

@@ -63,11 +63,7 @@ class Written(NamedTuple):
     begins: bytes = b""
 
     def checked(self, option: str, wanted: Path | None) -> Path | None:
-        """Return the file if it can be written and replaces none of another type; None: no file is wanted.
-
-        Raises:
-            StepsightError: If not.
-        """
+        """Return the file if it can be written and replaces none of another type; None: no file is wanted."""
         from stepsight.dataset.base.files import check_output_file
 
         if wanted is None:
@@ -77,10 +73,9 @@ class Written(NamedTuple):
         check_output_file(wanted)
         if wanted.exists():
             with wanted.open("rb") as file:
-                if not re.match(self.begins, file.read(64)):
-                    raise StepsightError(
-                        f"{option} refuses to overwrite a file of another type, got {str(wanted)!r:.80}"
-                    )
+                begins = file.read(64)
+            if not re.match(self.begins, begins):
+                raise StepsightError(f"{option} refuses to overwrite a file of another type, got {str(wanted)!r:.80}")
         return wanted
 
 
@@ -91,16 +86,13 @@ def command(verb: Callable[..., Answer]) -> Callable[..., None]:
     reads: dict[str, Callable[[Any], Any]] = {}
     parameters: list[Parameter] = []
     for name, parameter in inspect.signature(verb).parameters.items():
-        kind = hints[name]
-        declared: Iterable[_Declared] = ()
+        kind, is_option = hints[name], parameter.kind is Parameter.KEYWORD_ONLY
         if kind is typer.Context:
             parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind))
-        elif is_dataclass(kind):
-            settings[name] = kind
-            declared = _field_options(kind, parameter.default)
-        else:
-            is_option = parameter.kind is Parameter.KEYWORD_ONLY
-            declared = [(name, kind, parameter.default, told.get(name, ""), is_option)]
+            continue
+        declared: Iterable[_Declared] = [(name, kind, parameter.default, told.get(name, ""), is_option)]
+        if is_dataclass(kind):
+            settings[name], declared = kind, _field_options(kind, parameter.default)
         for option in declared:
             made, read = _option(*option)
             parameters.append(made)
@@ -172,25 +164,25 @@ def _option(
     own = f"--{name.replace('_', '-')}"
     if is_option:
         info.param_decls = names if any(each.startswith("--") for each in names) else [own, *names]
+    shown = names[0] if names else own
     source = next((each for each in extras if is_dataclass(each)), None)
     info.help = info.help or (meanings(source)[name] if source else meaning).replace("``", "`")
     assert info.help, f"{name} needs a meaning in a docstring"
     written = next((each for each in extras if isinstance(each, Written)), None)
     read: Callable[[Any], Any] | None = partial(written.checked, own) if written else None
     if get_origin(kind) is tuple:
-        read = partial(comma_separated, names[0] if names else own, get_args(kind)[0], default)
+        read = partial(comma_separated, shown, get_args(kind)[0], default)
         kind, default, info.metavar = str | None, None, info.metavar or "VALUE,VALUE…"
     elif get_origin(kind) is dict:
-        read = partial(pairs, names[0] if names else own, read=float)
+        read = partial(pairs, shown, read=float)
         kind, default, info.metavar = list[str] | None, None, info.metavar or "WHAT=NUMBER"
     elif kind == float | str:
         kind = str
     elif kind is str and default == "" and is_option:
-        read, kind, default = partial(_stated, names[0] if names else own), str | None, None
+        read, kind, default = partial(_stated, shown), str | None, None
     if Path in (kind, *get_args(kind), *(part for each in get_args(kind) for part in get_args(each))):
         info.parser = _path
-    made = Parameter(name, Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info], default=default)
-    return made, read
+    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info], default=default), read
 
 
 def _path(text: str | Path) -> Path:
@@ -219,20 +211,17 @@ def comma_separated(option: str, kind: type, default: Any, text: str | None) -> 
 
 
 def pairs(option: str, texts: Iterable[str] | None, read: Callable[[str], Any] = str) -> dict[str, Any]:
-    """Read ``KEY=VALUE``; ``read`` makes the value of its text, and raises ValueError if it is none.
-
-    Raises:
-        StepsightError: If a text is no such pair.
-    """
+    """Read ``KEY=VALUE``; ``read`` makes the value of its text, and raises ValueError if it is none."""
     found = {}
     for text in texts or ():
-        key, equals, value = text.rpartition("=") if read is float else text.partition("=")
-        if key.strip() in found:
-            raise StepsightError(f"{option} takes each key once, got {key.strip()!r:.80} twice")
+        key, _, value = text.rpartition("=") if read is float else text.partition("=")
+        key = key.strip()
+        if key in found:
+            raise StepsightError(f"{option} takes each key once, got {key!r:.80} twice")
         try:
-            if not key.strip() or not equals:
+            found[key] = read(value)
+            if not key or "=" not in text:
                 raise ValueError
-            found[key.strip()] = read(value)
         except ValueError:
             kind = "NUMBER" if read in (int, float) else "VALUE"
             raise StepsightError(f"{option} must be KEY={kind}, got {text!r:.80}") from None
@@ -240,15 +229,8 @@ def pairs(option: str, texts: Iterable[str] | None, read: Callable[[str], Any] =
 
 
 def refuse_given(context: typer.Context, names: Iterable[str], why: str) -> None:
-    """Refuse options that would change nothing here.
-
-    Args:
-        context: Of the verb.
-        names: Of the verb's parameters.
-        why: Why they change nothing, and what to do: completes "--option ...".
-
-    Raises:
-        StepsightError: If one of them stands on the command line.
+    """Refuse parameters of the verb that stand on the command line and change nothing here; ``why`` and what to do
+    completes "--option ...".
     """
     for name in names:
         source = context.get_parameter_source(name)

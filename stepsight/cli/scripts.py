@@ -25,7 +25,6 @@ _WITH_VALUE = (
     "--start-method", "--redirects", "-r", "--tee", "-t", "--log-dir", "--node-rank", "--master-addr", "--master-port",
     "--local-addr", "--local-ranks-filter",
 )  # fmt: skip
-_FLAGS = ("--standalone",)
 _REFUSED = ("-m", "--module", "--no-python", "--run-path")
 _OURS_AT_THE_END = {"--out": 2, "-o": 2, "--json": 1}  # and the number of words of each
 
@@ -48,46 +47,35 @@ class ScriptCommand(TyperCommand):
         if not words or words[0].startswith("-"):
             raise StepsightError(f"--script takes a Python file and its arguments, got {' '.join(options)!r:.80}")
         stated, _ = _launch_options(ours, everywhere=True)
-        own, last = _our_last_words(words[1:], ours)
+        own, last = words[1:], list[str]()
+        for name, count in [*_OURS_AT_THE_END.items()] * 2:  # in any order
+            if own[-count : len(own) - count + 1] == [name] and name not in (*ours, *last):
+                own, last = own[:-count], own[-count:] + last
         ctx.meta[WORDS] = own
         return super().parse_args(ctx, [*stated, *launch, *last, "--script", words[0]])
 
 
 def _launch_options(words: list[str], everywhere: bool = False) -> tuple[list[str], list[str]]:
-    """Words without torchrun's, and the words from the first one that is no option of torchrun.
-
-    Args:
-        words: Of the command line.
-        everywhere: Torchrun's options may stand between others, which stay where they are.
+    """Words without torchrun's, and the words from the first one that is no option of torchrun; ``everywhere``:
+    torchrun's options may stand between others, which stay where they are.
     """
-    kept: list[str] = []
-    left = list(words)
+    kept, left = list[str](), list(words)
     while left:
         name, equals, value = left[0].partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
-        if name == _KEPT:
-            kept += [name, value] if equals else [name, *left[1:2]]
-        elif name in _REFUSED:
+        value, size = (value, 1) if equals or name not in (*_WITH_VALUE, _KEPT) else ("".join(left[1:2]), 2)
+        if name in _REFUSED:
             raise StepsightError(f"--script takes the file of a Python script, got torchrun's {name}")
-        elif name == "--nnodes" and (value if equals else "".join(left[1:2])) not in ("1", "1:1"):
+        if name == "--nnodes" and value not in ("1", "1:1"):
             raise StepsightError("a script is collected on one machine: --nnodes must be 1")
-        elif name not in (*_WITH_VALUE, *_FLAGS):
+        if name == _KEPT:
+            kept += [name, value] if value or equals else [name]
+        elif name not in (*_WITH_VALUE, "--standalone"):
             if not everywhere:
                 break
-            kept.append(left.pop(0))
-            continue
-        left = left[2 if name in (*_WITH_VALUE, _KEPT) and not equals else 1 :]
+            kept.append(left[0])
+        left = left[size:]
     return kept, left
-
-
-def _our_last_words(words: list[str], before: list[str]) -> tuple[list[str], list[str]]:
-    """The script's arguments, and stepsight's own after them."""
-    own = len(words)
-    for _ in _OURS_AT_THE_END:
-        for name, count in _OURS_AT_THE_END.items():
-            if own >= count and words[own - count] == name and name not in (*before, *words[own:]):
-                own -= count
-    return words[:own], words[own:]
 
 
 def _capturer(
@@ -101,13 +89,12 @@ def _capturer(
     if is_model(script):
         if arguments:
             raise StepsightError(f"a model takes no arguments, got {' '.join(arguments)!r:.80}: options go before it")
-        dimensions = pairs("--dims", filter(None, map(str.strip, dims.split(","))), int)
-        return lambda size: read_model(
-            script, size, run["local_size"], training=not inference, dims=dimensions, precision=precision
-        )
+        sizes = pairs("--dims", filter(None, map(str.strip, dims.split(","))), int)
+        told: dict[str, Any] = {"training": not inference, "dims": sizes, "precision": precision}
+        return lambda size: read_model(script, size, run["local_size"], **told)
     if inference or dims or precision:
         raise StepsightError("--inference, --dims and --precision are for models: an .onnx or a .pt2 file")
-    chosen = () if ranks == "auto" else comma_separated("--ranks", int, (), ranks)
+    chosen = comma_separated("--ranks", int, (), None if ranks == "auto" else ranks)
     asked = {**run, "ranks": tuple(dict.fromkeys(chosen))}
     return lambda size: capture(
         CaptureRequest(script, tuple(arguments), size, **asked), progress(f"ranks of {size} captured")
@@ -178,8 +165,8 @@ def capture_command(
     if rank is not None and ranks != "auto":
         raise StepsightError(f"--rank and --ranks exclude each other, got {rank} and {ranks!r:.80}")
     run = {"local_size": devices_per_node, "warm_up": warm_up, "device": device, "timeout_s": timeout}
-    model, own = (inference, dims, precision), ranks if rank is None else str(rank)
-    captured_at = _capturer(script, arguments or [], model, run, own)
+    own = ranks if rank is None else str(rank)
+    captured_at = _capturer(script, arguments or [], (inference, dims, precision), run, own)
     learned = load_predictor(predictor)
     if hardware:
         captured_latency(hardware, fabric, learned)  # a capture takes long
@@ -211,9 +198,10 @@ def _folders(world_size: str, hardware: str, out: Path) -> dict[int, Path]:
 
     sizes: Sequence[int] = comma_separated("--world-size", int, (), world_size)
     if (len(sizes) > 1) != bool(hardware) or len(set(sizes)) < len(sizes):
+        todo = "state different sizes and --hardware"
+        if len(sizes) == 1:
+            todo = f"capture one without --hardware, then `stepsight predict --program {out} --hardware {hardware}`"
         got = f"{world_size} and {hardware or 'none'}"
-        todo = f"capture one without --hardware, then `stepsight predict --program {out} --hardware {hardware}`"
-        todo = "state different sizes and --hardware" if len(sizes) > 1 else todo
         raise StepsightError(f"several different world sizes are compared on --hardware, got {got}: {todo}")
     folders = {size: out / str(size) if len(sizes) > 1 else out for size in sizes}
     for folder in folders.values():
@@ -226,16 +214,16 @@ def _scaling(
     captures: list[Captured], out: Path, cluster: tuple[str, str], predictor: Predictor | str | None
 ) -> Answer:
     """Time, memory and scaling of captures of one script, beside the first one."""
-    from stepsight.experiments.reports.text_table import Column, table_of
+    from stepsight.experiments.reports.text_table import Columns, table_of
     from stepsight.training.prediction.captured_prediction import predict_captured
 
     rows: list[dict[str, Any]] = []
     for captured in captures:
         found = predict_captured(captured, *cluster, predictor).to_dict()
         told = {key: found[key] for key in ("iteration_time_s", "low_s", "high_s", "warnings", "memory", "source")}
-        rows.append({"world_size": captured.world_size, **told})
-        rows[-1]["scaling_percent"] = 100 * rows[0]["iteration_time_s"] / rows[-1]["iteration_time_s"]
-    columns: dict[str, str | Column] = {
+        scaling = 100 * (rows[0] if rows else told)["iteration_time_s"] / told["iteration_time_s"]
+        rows.append({"world_size": captured.world_size, **told, "scaling_percent": scaling})
+    columns: Columns = {
         "ranks": "world_size",
         "step ms": "iteration_time_s",
         "interval ms": lambda row: f"{1e3 * row['low_s']:.1f} to {1e3 * row['high_s']:.1f}",
@@ -243,12 +231,13 @@ def _scaling(
         "fits": lambda row: {True: "yes", False: "no", None: "-"}[row["memory"]["fits"]],
         "scaling %": "scaling_percent",
     }
-    text = (
-        f"{table_of(rows, columns)}\nscaling: steps per second beside those of {rows[0]['world_size']} ranks; "
-        f"source {rows[0]['source']}\nwrote {out}"
-    )
-    told_once = dict.fromkeys(text for row in rows for text in row["warnings"])
-    return Answer({"out": str(out), "captures": rows}, "\n".join([text, *(f"warning: {each}" for each in told_once)]))
+    lines = [
+        table_of(rows, columns),
+        f"scaling: steps per second beside those of {rows[0]['world_size']} ranks; source {rows[0]['source']}",
+        f"wrote {out}",
+        *dict.fromkeys(f"warning: {text}" for row in rows for text in row["warnings"]),
+    ]
+    return Answer({"out": str(out), "captures": rows}, "\n".join(lines))
 
 
 def emulate_command(

@@ -60,9 +60,8 @@ def job_command(
     check_job_output(out, to, configs, force)
     for config in configs:
         refuse_program(config)
-    cluster = {"hardware": hardware or None, "nodes": nodes, "devices_per_node": devices_per_node}
-    values = {f"cluster.{key}": value for key, value in cluster.items() if value is not None}
-    values |= pairs("--set", given, toml_value)
+    cluster = {"hardware": hardware, "nodes": nodes, "devices_per_node": devices_per_node}
+    values = {f"cluster.{key}": value for key, value in cluster.items() if value} | pairs("--set", given, toml_value)
     read = read_configs(configs, Given(values=values, variables=pairs("--define", define), pick=pick))
     value, text = read.to_dict(), config_text(read)
     value["job"] = None if read.read is None else read.job.to_dict()

@@ -47,30 +47,26 @@ def import_command(
         return _import_traces(format, paths, out, et or [], job)
     from stepsight.dataset.tables import FORMATS, check_table_output, read_table, summary, summary_text
 
-    traces = ", ".join(TRACE_READERS.names())
+    traces, tables = (", ".join(registry.names()) for registry in (TRACE_READERS, FORMATS))
     if format not in FORMATS:
-        near = did_you_mean(format, [*TRACE_READERS.names(), *FORMATS.names()])
-        raise StepsightError(
-            f"the format must be of traces ({traces}) or of tables ({', '.join(FORMATS.names())}), "
-            f"got {format!r:.80}{near}"
-        )
+        near, known = did_you_mean(format, f"{traces}, {tables}".split(", ")), f"({traces}) or of tables ({tables})"
+        raise StepsightError(f"the format must be of traces {known}, got {format!r:.80}{near}")
     if len(paths) != 1:
         raise StepsightError(f"import {format} takes one file or folder, got {len(paths)}")
     if et or job is not None:
         raise StepsightError(f"--et and --job belong to traces ({traces}), got format {format!r:.80}")
-    if out is not None:
-        check_table_output(format, paths[0], out)
+    if out is None:
+        told = summary(read_table(format, paths[0]))
+        return Answer(told, summary_text(told))
+    check_table_output(format, paths[0], out)
     found = read_table(format, paths[0])
+    if not len(found):
+        why = "; ".join(f"{count} times: {reason}" for reason, count in found.skipped.items()) or "it has no rows"
+        raise StepsightError(f"no measurement of {paths[0]} could be read, so {out} was not written ({why})")
+    found.to_parquet(out)
     told = summary(found)
-    text = summary_text(told)
-    if out is not None:
-        if not len(found):
-            why = "; ".join(f"{count} times: {reason}" for reason, count in found.skipped.items()) or "it has no rows"
-            raise StepsightError(f"no measurement of {paths[0]} could be read, so {out} was not written ({why})")
-        found.to_parquet(out)
-        told["out"] = str(out)
-        text += f"\n\nwrote {len(found)} measurements to {out}"
-    return Answer(told, text)
+    text = f"{summary_text(told)}\n\nwrote {len(found)} measurements to {out}"
+    return Answer({**told, "out": str(out)}, text)
 
 
 def _import_traces(
@@ -95,11 +91,11 @@ def _import_traces(
         degrees = read.parallel
         placement = Placement(devices_per_node=read.cluster.devices_per_node, tp=degrees.tp, dp=degrees.dp)
     found = import_ranks(paths, executions, placement, progress("traces read"), form=format)
-    told = summary(found)
     if read is not None:
         from stepsight.experiments.questions.job_check import check_job
 
         check_job(read, found.graphs)
+    told = summary(found)
     run = write_imported(found.graphs, found.sources, out, read, told["warnings"])
     told |= {"run": run.name, "out": str(out)}
     return Answer(told, import_text(told))

@@ -12,7 +12,7 @@ from matplotlib import pyplot
 
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.page.views import job_page
-from stepsight.experiments.questions.job_facts import job_facts, memory_over_time
+from stepsight.experiments.questions.job_facts import job_facts
 from stepsight.experiments.questions.training_plan import training_plan
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.settings import Goal
@@ -62,8 +62,8 @@ def test_the_page_is_whole_and_loads_nothing(prediction: Prediction, facts: dict
         assert f"<h2>{title}</h2>" in page
 
 
-def test_memory_over_time_has_the_peak_of_every_stage(prediction: Prediction) -> None:
-    rows = memory_over_time(prediction)
+def test_memory_over_time_has_the_peak_of_every_stage(prediction: Prediction, facts: dict[str, Any]) -> None:
+    rows = facts["memory_over_time"]
     assert len(rows) == prediction.job.parallel.pp
     for row, stage in zip(rows, prediction.memory.stages, strict=True):
         assert max(row["bytes"]) == pytest.approx(stage.total)
