@@ -23,15 +23,13 @@ def own_place(frames: Sequence[traceback.FrameSummary], script: Path, *, text: b
     The outermost of ``frames`` comes first; the folder of ``script`` holds what is the user's own, else all that is
     outside of libraries.
     """
-    home, found = script.resolve().parent, list[traceback.FrameSummary]()
-    for frame in reversed(frames):
-        path = Path(frame.filename).resolve()
-        if not frame.filename.startswith("<") and path.exists() and not str(path).startswith((*_LIBRARIES, PACKAGE)):
-            found.append(frame)
-    found.sort(key=lambda frame: not Path(frame.filename).resolve().is_relative_to(home))
+    home = script.resolve().parent
+    pairs = [(frame, Path(frame.filename).resolve()) for frame in reversed(frames) if frame.filename[:1] != "<"]
+    found = [(f, path) for f, path in pairs if path.exists() and not str(path).startswith((*_LIBRARIES, PACKAGE))]
     if not found:
         return ""
-    frame, path = found[0], Path(found[0].filename)
+    frame, _ = min(found, key=lambda pair: not pair[1].is_relative_to(home))
+    path = Path(frame.filename)
     place = f"{path.relative_to(home) if path.is_relative_to(home) else path}:{frame.lineno}"
     line = frame.line or linecache.getline(frame.filename, frame.lineno or 0)
     return f"{place}: {line.strip()}" if text else place
@@ -60,10 +58,8 @@ def error_text(error: BaseException, script: Path) -> str:
         where = f"{Path(error.filename or script).name}:{error.lineno}: {(error.text or '').strip()}"
     message = " ".join(str(error).split())
     if any(words in message for words in _NO_CUDA):
-        return (
-            f"the script must run on this machine's devices, but it asks for CUDA and there is none at {where}; "
-            "choose the CPU and gloo in the script, or run it on a machine with a GPU"
-        )
+        rule = "the script must run on this machine's devices, but it asks for CUDA and there is none at"
+        return f"{rule} {where}; choose the CPU and gloo in the script, or run it on a machine with a GPU"
     return f"the script raised {type(error).__name__}: {message:.300}" + (f" at {where}" if where else "")
 
 
@@ -72,5 +68,4 @@ def print_own_traceback(error: BaseException) -> None:
     frames = traceback.extract_tb(error.__traceback__)
     shown = [frame for frame in frames if not frame.filename.startswith((PACKAGE, "<frozen"))]
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(shown)]
-    sys.stderr.write("".join([*lines, *traceback.format_exception_only(error)]))
-    sys.stderr.flush()
+    print("".join([*lines, *traceback.format_exception_only(error)]), end="", file=sys.stderr, flush=True)

@@ -26,7 +26,7 @@ from ..base.collective_calls import all_gather, barrier, buffers, collective_cal
 from ..base.errors import HarnessError
 from ..ops.callables import is_replayed, op_call, replayed_call
 from ..ops.input_pool import DTYPES, NARROW, Call, Pool
-from ..ops.op_products import precision, scaled_product
+from ..ops.op_makers import precision, scaled_product
 from .device import free_memory, memory_bytes, out_of_memory
 from .timing import Clock
 

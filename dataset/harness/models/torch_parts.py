@@ -98,8 +98,7 @@ class ColumnLinear(nn.Module):
         super().__init__()
         self.shape = shape
         full = full_weight(shape, name, sum(blocks), shape.hidden).split(blocks)
-        shards = [block.chunk(shape.size)[shape.rank] for block in full]
-        self.weight = parameter(torch.cat(shards))
+        self.weight = parameter(torch.cat([block.chunk(shape.size)[shape.rank] for block in full]))
         has_bias = shape.has_bias if bias is None else bias
         self.bias = parameter(self.weight.new_zeros(self.weight.shape[0])) if has_bias else None
 
@@ -118,11 +117,10 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shape = self.shape
-        if shape.size > 1 and self.bias is not None:
-            bias = composite.cast(self.bias, shape.dtype)
-            weight = composite.cast(self.weight, shape.dtype)
-            return BiasedRowLinear.apply(x, weight, bias, shape.size)
-        return linear(shape, x, self.weight, self.bias)
+        if shape.size == 1 or self.bias is None:
+            return linear(shape, x, self.weight, self.bias)
+        bias, weight = composite.cast(self.bias, shape.dtype), composite.cast(self.weight, shape.dtype)
+        return BiasedRowLinear.apply(x, weight, bias, shape.size)
 
 
 class Norm(nn.Module):
@@ -143,16 +141,14 @@ class Norm(nn.Module):
 
 def enter_region(shape: Shape, x: Tensor) -> Tensor:
     """Into a tensor-parallel region: every rank gets all rows."""
-    if shape.group is None:
-        return x
-    return (GatherRows if shape.sequence_parallel else CopyToRegion).apply(x, shape.group)
+    region = GatherRows if shape.sequence_parallel else CopyToRegion
+    return x if shape.group is None else region.apply(x, shape.group)
 
 
 def leave_region(shape: Shape, x: Tensor) -> Tensor:
     """Out of a tensor-parallel region: the ranks' partial results are summed."""
-    if shape.group is None:
-        return x
-    return (ScatterRows if shape.sequence_parallel else ReduceFromRegion).apply(x, shape.group)
+    region = ScatterRows if shape.sequence_parallel else ReduceFromRegion
+    return x if shape.group is None else region.apply(x, shape.group)
 
 
 class Tokens(nn.Module):
@@ -191,16 +187,6 @@ class Positions(nn.Module):
             return x + weight.narrow(0, first % seq_len, rows)
         index = torch.arange(first, first + rows, device=x.device).remainder_(seq_len)
         return x + F.embedding(index, weight)
-
-
-class Logits(ColumnLinear):
-    """Logits, sharded over the vocabulary; the output of the last stage."""
-
-    def __init__(self, shape: Shape, *, bias: bool = False) -> None:
-        super().__init__(shape, "head", [shape.vocab], bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(enter_region(self.shape, x))
 
 
 def _gather_rows(x: Tensor, group: Group) -> Tensor:

@@ -13,6 +13,7 @@ sequences are then one batch of matrices without a copy.
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -99,20 +100,10 @@ def shape_of(job: dict[str, Any], device: torch.device, group: Group | None) -> 
     """Shape of a (checked) job's model on this rank."""
     model, parallel, batch = job["model"], job["parallel"], job["batch"]
     dtype, main_dtype = DTYPES[batch["precision"]]
-    names = ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "gated_mlp")
-    return Shape(
-        **{name: model[name] for name in names},
-        tied_embeddings=model["tied_embeddings"],
-        encoder_layers=model.get("encoder_layers", 0),
-        encoder_seq_len=model.get("encoder_seq_len", 0),
-        micro_batch=batch["micro_batch"],
-        recompute=parallel["recompute"] == "full",
-        sequence_parallel=parallel["sequence_parallel"] and group is not None,
-        dtype=dtype,
-        main_dtype=main_dtype,
-        device=device,
-        group=group,
-    )
+    own = {each.name: model.get(each.name, 0) for each in fields(Shape)}  # an encoder is optional
+    own |= {"micro_batch": batch["micro_batch"], "recompute": parallel["recompute"] == "full"}
+    own |= {"sequence_parallel": parallel["sequence_parallel"] and group is not None}
+    return Shape(**{**own, "dtype": dtype, "main_dtype": main_dtype, "device": device, "group": group})
 
 
 BUCKETS = 32  # of relative positions
@@ -304,12 +295,12 @@ class Head(nn.Module):
             self.transform = parameter(full_weight(shape, "transform", shape.hidden, shape.hidden))
             self.transform_bias = parameter(self.transform.new_zeros(shape.hidden))
         self.norm = Norm(shape)
-        self.logits = parts.Logits(shape, bias=self.transforms)
+        self.logits = parts.ColumnLinear(shape, "head", [shape.vocab], bias=self.transforms)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.transforms:
             x = composite.gelu(parts.linear(self.shape, x, self.transform, self.transform_bias))
-        return self.logits(self.norm(x))
+        return self.logits(parts.enter_region(self.shape, self.norm(x)))
 
 
 EMBEDDINGS: dict[str, Any] = {"gpt": Embedding, "llama": Embedding, "bert": BertEmbedding, "t5": T5Embedding}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import cycle
 from typing import Any, cast
 
@@ -13,15 +14,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..base.errors import HarnessError
-from . import op_products, op_rows, table_lookups
+from . import op_makers, table_lookups
 from .input_pool import Call, Maker, Pool
 
-_MAKERS: dict[str, Maker] = {**op_products.MAKERS, **op_rows.MAKERS, **table_lookups.MAKERS}
+_MAKERS: dict[str, Maker] = {**op_makers.MAKERS, **table_lookups.MAKERS}
 
 
 def op_call(kind: str, dims: list[int], pool: Pool) -> Call:
     """The op of this signature, ready to be called; refused if there is none, or not in the dtype of the pool."""
-    makers = op_products.NARROW_MAKERS.get(pool.name, _MAKERS)
+    makers = op_makers.NARROW_MAKERS.get(pool.name, _MAKERS)
     if kind not in _MAKERS:
         raise HarnessError(f"op kind must be one of {', '.join(_MAKERS)}, got {kind!r}")
     if kind not in makers:
@@ -88,12 +89,9 @@ def _fits(argument: Any, kind: str, literal: str) -> bool:
     return ("List[" in told) == (literal[:1] in "[(") or "Device" in told
 
 
-def _inputs(
-    function: Any, told: Sequence[Sequence[Any]], most: int, device: torch.device
-) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments of one call; ``told``: their shapes, types, strides and literals."""
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
+def _inputs(function: Any, told: Sequence[Sequence[Any]], most: int, device: torch.device) -> tuple[Any, Any]:
+    """Arguments of one call, by place and by name; ``told``: their shapes, types, strides and literals."""
+    args, kwargs = list[Any](), dict[str, Any]()
     for argument, shape, kind, stride, literal in zip(function._schema.arguments, *told, strict=True):
         if kind.startswith(_LIST):
             value: Any = [_tensor(each, (), kind.removeprefix(_LIST), most, device) for each in shape]
@@ -114,10 +112,9 @@ def _literal(argument: Any, literal: str) -> Any:
         return [] if default is None and str(argument.type).startswith("List[") else default
     if literal.startswith("torch."):
         return getattr(torch, literal.removeprefix("torch."))
-    try:
+    with suppress(ValueError, SyntaxError):
         return ast.literal_eval(literal)
-    except (ValueError, SyntaxError):
-        return literal
+    return literal
 
 
 def _tensor(shape: Sequence[int], stride: Sequence[int], kind: str, most: int, device: torch.device) -> Tensor:
@@ -143,5 +140,4 @@ def _most_index(name: str, dims: Sequence[Any], types: Sequence[str], literals: 
     if name in _ALONG and literals[1].lstrip("-").isdigit():
         return max(int(dims[0][int(literals[1])]), 1)
     told = zip(dims, types, strict=True)
-    sizes = [size for shape, kind in told if kind in _NUMBERS for size in shape if size > 1]
-    return max(min(sizes, default=1), 1)
+    return min((size for shape, kind in told if kind in _NUMBERS for size in shape if size > 1), default=1)

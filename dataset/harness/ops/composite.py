@@ -62,12 +62,9 @@ def enable_compiling(device: torch.device) -> None:
         if found.tolist() != [192.0] * 4:
             raise HarnessError(f"got {found.tolist()} for 64 times 3")
     except Exception as error:  # whatever a compiler that is missing or broken raises
-        _Compiling.active = False
-        why = " ".join(str(error).split())
-        raise HarnessError(
-            f"compile needs a compiler that works here (gcc or g++, on a GPU also Triton), got "
-            f"{type(error).__name__}: {why:.200}"
-        ) from None
+        _Compiling.active, why = False, " ".join(str(error).split())
+        rule = "compile needs a compiler that works here (gcc or g++, on a GPU also Triton)"
+        raise HarnessError(f"{rule}, got {type(error).__name__}: {why:.200}") from None
 
 
 @composite
@@ -75,13 +72,7 @@ def _trial(x: Tensor) -> Tensor:
     return (2 * x + 1).sum(-1)
 
 
-def _differentiable(
-    name: str,
-    kind: str,
-    dims: Callable[[Tensor], tuple[int, ...]],
-    run: Callable[..., tuple[Tensor, ...]],
-    derive: Callable[..., Any],
-) -> Any:
+def _differentiable(name: str, kind: str, dims: Any, run: Callable[..., tuple[Tensor, ...]], derive: Any) -> Any:
     """The function of autograd of an op, annotated as ``kind`` and ``kind_backward`` with the dims of its first tensor.
 
     ``run`` gives the result and what its gradient needs; ``derive`` takes the gradient of the result, and that.
@@ -202,9 +193,7 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def _gated(
-    name: str, activation: Callable[[Tensor], Tensor], derivative: Any, **options: Any
-) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor], Any]:
+def _gated(name: str, activation: Callable[[Tensor], Tensor], derivative: Any, **options: Any) -> tuple[Any, Any, Any]:
     """``activation(gate) * up`` of ``gate_up[rows, 2 * ffn]``, its gradient by ATen, and the function of autograd."""
 
     def forward(gate_up: Tensor) -> Tensor:
@@ -244,9 +233,8 @@ ReLU = _differentiable("ReLU", "relu", lambda x: (x.numel(),), lambda x: (torch.
 def cross_entropy(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """This rank's part of a softmax over a vocabulary of which it holds ``first, first + 1, ...``.
 
-    Returns:
-        ``exp(logits - top)`` of ``[rows, vocab]``, its row sums, ``top`` (each row's maximum) and the
-        target's logit (0 where another rank holds it), each ``[rows]``.
+    ``exp(logits - top)`` of ``[rows, vocab]``, its row sums, ``top`` (each row's maximum) and the target's logit (0
+    where another rank holds it), each ``[rows]``.
     """
     top = logits.amax(dim=-1)
     exponent = torch.sub(logits, top[:, None]).exp_()
@@ -260,9 +248,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, 
 def cross_entropy_backward(exponent: Tensor, scale: Tensor, weight: Tensor, targets: Tensor, first: int) -> Tensor:
     """Gradient for the logits, in place of ``exponent[rows, vocab]``.
 
-    Args:
-        scale: What turns a row of ``exponent`` into probabilities times the loss's gradient, ``[rows]``.
-        weight: The loss's gradient over the rows, a scalar.
+    ``scale[rows]`` turns rows into probabilities times the loss's gradient; ``weight`` is that over the rows, a scalar.
     """
     local = targets - first
     inside = (local >= 0) & (local < exponent.shape[-1])
@@ -336,9 +322,7 @@ class RelativeBias(torch.autograd.Function):
         with annotate.op("embedding", (bucket.numel(), table.shape[1], table.shape[0]), table.dtype):
             bias = F.embedding(bucket, table).permute(2, 0, 1).contiguous()
             if causal:
-                length = bucket.shape[0]
-                hidden = torch.ones(length, length, dtype=torch.bool, device=table.device).triu_(1)
-                bias.masked_fill_(hidden, -torch.inf)
+                bias.masked_fill_(torch.ones_like(bucket, dtype=torch.bool).triu_(1), -torch.inf)
         return bias
 
     @staticmethod

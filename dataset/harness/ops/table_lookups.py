@@ -33,8 +33,7 @@ def _indices(pool: Pool, indices: int, bags: int, distinct: int, tables: int) ->
     found = []
     for _ in range(tables):
         used = torch.randperm(rows, device=pool.device)[: min(rows // _SPREAD, each)]
-        again = used[torch.randint(len(used), (each - len(used),), device=pool.device)]
-        ids = torch.cat([used, again])
+        ids = torch.cat([used, used[pool.ids(each - len(used), len(used))]])
         found.append(ids[torch.randperm(each, device=pool.device)])
     offsets = torch.arange(tables * sums + 1, device=pool.device) * (tables * each) // (tables * sums)
     return torch.cat(found), offsets

@@ -1,11 +1,17 @@
-"""Ops that memory bounds: norms, softmax, embedding and loss; element-wise ops; the optimizer; copies to the host.
+"""Ops that can be measured, each made of a pool of inputs and its dims, as the functions that models run.
 
-Also ops of models that the harness does not have itself: convolutions, batch norms, embedding bags and recurrence.
+Matrix products (also in fp8 and tf32), attention and mixtures of experts; what memory bounds: norms, softmax, embedding
+and loss, element-wise ops, the optimizer, copies to the host; and ops of models that the harness does not have itself:
+convolutions, batch norms, embedding bags and recurrence.
+
+Dims of products are those of the forward linear (m rows, n outputs, k inputs), also for its gradients.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,11 +21,117 @@ from torch import Tensor
 
 from ..base.errors import HarnessError
 from . import composite
-from .input_pool import Call, Maker, Pool, Run, shares
-from .op_products import gradients
+from .input_pool import Call, Inputs, Maker, Pool, Run, shares
 
 _aten = torch.ops.aten
 Made = tuple[object, ...]  # see ``Maker``
+
+
+def _attention(pool: Pool, *dims: int, latent: bool = False, backward: bool = False) -> Any:
+    """Attention, or its gradients: queries, keys and values ``[batch, length, heads, dim]`` are of one linear, of two
+    where lengths differ, and each of its own if they are ``latent``.
+    """
+    b, heads, *sizes, causal = dims
+    kv_heads, q_len, kv_len, dim, v_dim = [heads, *sizes] if latent else [*sizes, sizes[-1]]
+    if causal and q_len != kv_len:  # PyTorch's mask begins at the first key, and hides other pairs than half
+        raise HarnessError(f"the harness measures causal attention with q_len = kv_len, got {q_len}, {kv_len}")
+
+    def parts() -> Inputs:
+        if latent:
+            return pool.take(b, q_len, heads, dim), pool.take(b, kv_len, heads, dim), pool.take(b, kv_len, heads, v_dim)
+        if q_len == kv_len:
+            return tuple(pool.take(b, q_len, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], dim=2))
+        return pool.take(b, q_len, heads, dim), *pool.take(b, kv_len, 2 * kv_heads, dim).chunk(2, dim=2)
+
+    run = partial(composite.attend, causal=bool(causal))
+    if not backward:
+        return Call(run, parts)
+    return gradients(run, [part.detach().requires_grad_() for part in parts()])
+
+
+def gradients(run: Callable[..., Tensor], leaves: list[Tensor]) -> tuple[Run, torch.Size]:
+    """What computes the gradients of a function again and again, and the shape of what it takes."""
+    with torch.enable_grad():
+        y = run(*leaves)
+    return (lambda grad: torch.autograd.grad(y, leaves, grad, retain_graph=True)), y.shape
+
+
+@contextmanager
+def precision(dtype: str) -> Iterator[None]:
+    """Matrix products of fp32 numbers in the block are rounded to tf32 if that is the dtype, else they are not."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def scaled_product(device: torch.device, *, fast: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """``y[m, n] = a[m, k] @ b[k, n]`` in bf16, of fp8 operands of which ``b`` lies by columns."""
+    scale = torch.ones((), device=device)
+    return partial(torch._scaled_mm, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+
+# Mixtures of experts, which get equal shares of the rows: one kernel where the device has it, else a loop over them.
+
+
+def one_kernel(pool: Pool, n: int, k: int) -> bool:
+    """Whether the grouped product of bf16 rows of whole 16 bytes exists (Hopper and later)."""
+    if pool.device.type != "cuda" or not hasattr(torch, "_grouped_mm"):
+        return False
+    return pool.dtype == torch.bfloat16 and n % 8 == k % 8 == 0 and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def _ends(pool: Pool, sizes: list[int]) -> Tensor:
+    return torch.tensor(sizes, device=pool.device).cumsum(0).to(torch.int32)
+
+
+def _grouped(pool: Pool, groups: int, m: int, wide: int, deep: int) -> Run:
+    """``y[m, wide] = x[m, deep] @ w[group, deep, wide]``, each row with its group's matrix."""
+    sizes = shares(m, groups)
+    if one_kernel(pool, wide, deep):
+        return partial(torch._grouped_mm, offs=_ends(pool, sizes))
+
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        y = x.new_empty(m, wide)
+        for rows, matrix, out in zip(x.split(sizes), w, y.split(sizes), strict=True):
+            torch.mm(rows, matrix, out=out)
+        return y
+
+    return run
+
+
+def _grouped_wgrad(pool: Pool, groups: int, m: int, n: int, k: int) -> tuple[Run, tuple[int, int], tuple[int, int]]:
+    """``[groups, n, k]`` from ``grad[m, n]`` and ``x[m, k]``."""
+    sizes = shares(m, groups)
+    ends = _ends(pool, sizes) if one_kernel(pool, n, k) else None
+
+    def run(grad: Tensor, x: Tensor) -> Tensor:
+        if ends is not None:
+            return torch._grouped_mm(grad.t(), x, offs=ends)
+        weights = x.new_empty(groups, n, k)
+        for grads, rows, out in zip(grad.split(sizes), x.split(sizes), weights, strict=True):
+            torch.mm(grads.t(), rows, out=out)
+        return weights
+
+    return run, (m, n), (m, k)
+
+
+def _permute(kind: str, pool: Pool, copies: int, tokens: int, hidden: int) -> tuple[object, ...]:
+    """Copies of tokens, all of them as often, in no order; their weighted sums; gradients of these."""
+    order = torch.randperm(copies, device=pool.device) % tokens
+
+    def backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        grads = grad.index_select(0, order)
+        return grads * weight, (grads * x).sum(-1)
+
+    copied = (copies, hidden), (copies, 1)
+    return {
+        "permute": ((lambda x: x.index_select(0, order)), (tokens, hidden)),
+        "unpermute": ((lambda x, weight: x.new_zeros(tokens, hidden).index_add_(0, order, x * weight)), *copied),
+        "unpermute_backward": (backward, (tokens, hidden), *copied),
+    }[kind]
 
 
 def _layer_norm(pool: Pool, rows: int, hidden: int) -> Made:
@@ -77,11 +189,6 @@ def _dropout_backward(pool: Pool, numel: int) -> Made:
     return (lambda grad: _aten.native_dropout_backward(grad, mask, 1.1)), (numel,)
 
 
-def _cast(x: Tensor) -> Tensor:
-    """Cast to fp32, or from it."""
-    return x.to(torch.bfloat16 if x.dtype == torch.float32 else torch.float32)
-
-
 def _adamw_host(pool: Pool, numel: int, tensors: int) -> Call:
     """AdamW on the host: with this rank's share of the cores beside a GPU, otherwise with the rank's own cores."""
     step = _adamw(torch.device("cpu"), pool.dtype, numel, tensors)
@@ -129,14 +236,14 @@ def _side(positions: int, spatial: int) -> list[int]:
     return [*sizes, left]
 
 
-def _convolution(dims: tuple[int, ...]) -> tuple[Any, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Arguments of a convolution that has such dims, and shapes of its image, its weight and its result.
+def _convolution(pool: Pool, *dims: int) -> Made:
+    """A convolution, or its gradients if a further dim tells whether its input has one.
 
-    Windows, strides and padding are the simplest that do.
+    Windows, strides and padding are the simplest that have such dims.
     """
-    batch, ins, outs, positions, window, groups, inside, spatial = dims
-    if min(dims) < 1 or spatial > 3 or outs % groups:
-        raise HarnessError(f"a convolution needs dims >= 1, groups that divide its outputs, got {list(dims)}")
+    batch, ins, outs, positions, window, groups, inside, spatial, *input_gradient = dims
+    if min(dims[:8]) < 1 or spatial > 3 or outs % groups:
+        raise HarnessError(f"a convolution needs dims >= 1, groups that divide its outputs, got {list(dims[:8])}")
     turned = inside < positions
     small, large = _side(min(inside, positions), spatial), _side(max(inside, positions), spatial)
     stride = [max(round(wide / narrow), 1) for wide, narrow in zip(large, small, strict=True)]
@@ -146,16 +253,9 @@ def _convolution(dims: tuple[int, ...]) -> tuple[Any, tuple[int, ...], tuple[int
     image = (batch, groups * ins, *(small if turned else large))
     weight = (groups * ins, outs // groups, *sides) if turned else (outs, ins, *sides)
     how = stride, padding, [1] * spatial, turned, [0] * spatial, groups
-    return how, image, weight, (batch, outs, *(large if turned else small))
-
-
-def _conv(pool: Pool, *dims: int) -> Made:
-    how, image, weight, _ = _convolution(dims)
-    return (lambda x, weight: _aten.convolution(x, weight, None, *how)), image, weight
-
-
-def _conv_backward(pool: Pool, *dims: int) -> Made:
-    (how, image, weight, y), wanted = _convolution(dims[:-1]), [bool(dims[-1]), True, False]
+    if not input_gradient:
+        return (lambda x, weight: _aten.convolution(x, weight, None, *how)), image, weight
+    wanted, y = [bool(*input_gradient), True, False], (batch, outs, *(large if turned else small))
     return (lambda grad, x, w: _aten.convolution_backward(grad, x, w, None, *how, wanted)), y, image, weight
 
 
@@ -171,14 +271,12 @@ def _batch_norm_backward(pool: Pool, positions: int, channels: int) -> Made:
     return (lambda grad, x: _aten.native_batch_norm_backward(grad, x, *how)), x.shape, x.shape
 
 
-def _embedding_bag(pool: Pool, indices: int, hidden: int, bags: int, rows: int) -> Made:
+def _embedding_bag(pool: Pool, *dims: int, backward: bool = False) -> Made:
+    indices, hidden, bags, rows = dims
     offsets = torch.arange(bags, device=pool.device) * indices // max(bags, 1)
-    run = partial(F.embedding_bag, offsets=offsets, mode="sum")
-    return run, partial(pool.ids, indices, rows), (rows, hidden)
-
-
-def _embedding_bag_backward(pool: Pool, indices: int, hidden: int, bags: int, rows: int) -> Made:
-    offsets = torch.arange(bags, device=pool.device) * indices // max(bags, 1)
+    if not backward:
+        run = partial(F.embedding_bag, offsets=offsets, mode="sum")
+        return run, partial(pool.ids, indices, rows), (rows, hidden)
     ids = pool.ids(indices, rows)
     _, bag_of, size, most = torch.embedding_bag(pool.take(rows, hidden), ids, offsets)
     if not bag_of.numel():  # the CPU's forward does not make it for sums
@@ -200,6 +298,23 @@ def _recurrent(pool: Pool, *dims: int, backward: bool = False) -> Made:
 
 
 MAKERS: dict[str, Maker] = {
+    "linear": lambda _, m, n, k: (F.linear, (m, k), (n, k)),
+    "linear_dgrad": lambda _, m, n, k: (torch.mm, (m, n), (n, k)),
+    "linear_wgrad": lambda pool, m, n, k: (torch.mm, partial(pool.turned, m, n), (m, k)),
+    "bias_grad": lambda _, rows, hidden: ((lambda grad: grad.sum(0)), (rows, hidden)),
+    "batched_matmul": lambda pool, batch, m, n, k: (torch.bmm, (batch, m, k), partial(pool.turned, batch, n, k)),
+    "attention": _attention,
+    "attention_backward": partial(_attention, backward=True),
+    "mla_attention": partial(_attention, latent=True),
+    "mla_attention_backward": partial(_attention, latent=True, backward=True),
+    "grouped_linear": lambda pool, groups, m, n, k: (
+        _grouped(pool, groups, m, n, k),
+        (m, k),
+        partial(pool.turned, groups, n, k),
+    ),
+    "grouped_linear_dgrad": lambda pool, groups, m, n, k: (_grouped(pool, groups, m, k, n), (m, n), (groups, n, k)),
+    "grouped_linear_wgrad": _grouped_wgrad,
+    **{kind: partial(_permute, kind) for kind in ("permute", "unpermute", "unpermute_backward")},
     "embedding": lambda pool, tokens, hidden, vocab: (F.embedding, partial(pool.ids, tokens, vocab), (vocab, hidden)),
     "embedding_backward": lambda pool, tokens, hidden, vocab: (
         (lambda grad, ids: _aten.embedding_dense_backward(grad, ids, vocab, -1, False)),
@@ -241,7 +356,7 @@ MAKERS: dict[str, Maker] = {
     "fill": lambda pool, numel: (partial(torch.zeros, numel, device=pool.device, dtype=pool.dtype),),
     "reduce": _by_rows(lambda x: x.sum(0), 1),
     "elementwise": _each(lambda x: x * 0.5),
-    "cast": _each(_cast),
+    "cast": _each(lambda x: x.to(torch.bfloat16 if x.dtype == torch.float32 else torch.float32)),
     "adamw": lambda pool, numel, tensors: (_adamw(pool.device, pool.dtype, numel, tensors),),
     "adamw_host": _adamw_host,
     "grad_norm": lambda _, numel, tensors: (
@@ -250,12 +365,27 @@ MAKERS: dict[str, Maker] = {
     ),
     "to_host": _host_copy,
     "from_host": partial(_host_copy, back=True),
-    "conv": _conv,
-    "conv_backward": _conv_backward,
+    "conv": _convolution,
+    "conv_backward": _convolution,
     "batch_norm": _batch_norm,
     "batch_norm_backward": _batch_norm_backward,
     "embedding_bag": _embedding_bag,
-    "embedding_bag_backward": _embedding_bag_backward,
+    "embedding_bag_backward": partial(_embedding_bag, backward=True),
     "recurrent": _recurrent,
     "recurrent_backward": partial(_recurrent, backward=True),
+}
+# Places of a product's own rows, columns and what it sums over, in the dims.
+_FP8 = {"linear": (0, 1, 2), "linear_dgrad": (0, 2, 1), "linear_wgrad": (1, 2, 0)}
+
+
+def _fp8(kind: str, pool: Pool, *dims: int) -> tuple[object, ...]:
+    if any(dim % 16 for dim in dims):
+        raise HarnessError(f"products in fp8 need dims that are multiples of 16, got {', '.join(map(str, dims))}")
+    rows, columns, inner = (dims[place] for place in _FP8[kind])
+    return scaled_product(pool.device, fast=kind == "linear"), (rows, inner), partial(pool.turned, columns, inner)
+
+
+NARROW_MAKERS: dict[str, dict[str, Maker]] = {
+    "fp8": {kind: partial(_fp8, kind) for kind in _FP8},
+    "tf32": {kind: MAKERS[kind] for kind in _FP8},
 }
