@@ -31,24 +31,17 @@ class Registry(Mapping[str, T]):
     ``registry[name]`` raises ``error`` for an unknown, taken or broken name, with the known ones; ``in`` and ``get`` do
     not.  Iterating goes over what is known without searching installed packages; ``names`` searches them.  ``version``
     counts changes, by which others keep what they derive from the things.
-
-    Args:
-        noun: What the things are, for messages: ``"hardware"``.
-        built_in: What comes with the package, or what returns it when it is first needed; it cannot be removed.
-        group: The entry points' group: ``"stepsight.hardware"``.
-        check: Takes a name and what was registered or loaded under it; returns the thing, or raises ``StepsightError``.
-        more: What else a user may write where a name is expected, for messages: ``"a .toml file"``.
     """
 
     def __init__(
         self,
-        noun: str,
-        built_in: Mapping[str, T] | Callable[[], Mapping[str, T]] = MappingProxyType({}),
+        noun: str,  # what the things are, for messages: ``"hardware"``
+        built_in: Mapping[str, T] | Callable[[], Mapping[str, T]] = MappingProxyType({}),  # cannot be removed
         *,
-        group: str,
-        check: Callable[[str, Any], T] | None = None,
+        group: str,  # of entry points: ``"stepsight.hardware"``
+        check: Callable[[str, Any], T] | None = None,  # of a name and a thing; returns the thing, or raises
         error: type[StepsightError] = JobError,
-        more: str = "",
+        more: str = "",  # what else a user may write where a name is expected, for messages: ``"a .toml file"``
     ) -> None:
         self.noun, self.group, self.version = noun, group, 0
         self._built_in, self._check, self._error, self._more = built_in, check, error, more
@@ -162,8 +155,8 @@ class Registry(Mapping[str, T]):
     def _load(self, name: str) -> T:
         """The thing of an entry point."""
         points = _entry_points(self.group)[name]
-        packages = [repr(point.dist.name) if point.dist is not None else "that is not named" for point in points]
-        origin = " and ".join(f"{point.value} of package {name}" for point, name in zip(points, packages, strict=True))
+        named = [(of.value, repr(of.dist.name) if of.dist is not None else "that is not named") for of in points]
+        origin = " and ".join(f"{value} of package {package}" for value, package in named)
         if len(points) > 1:
             raise self._error(f"{self.noun} {name!r} is brought by {origin}: uninstall all except one")
         try:

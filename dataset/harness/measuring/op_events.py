@@ -166,16 +166,14 @@ def _group(group_size: int, ranks_per_node: int, messages: bool) -> tuple[list[i
     All ranks must ask alike.  ``messages``: whether they send point to point.
     """
     local_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    nodes = -(-group_size // ranks_per_node)
-    if ranks_per_node > local_size or nodes * local_size > dist.get_world_size():
-        raise HarnessError(
-            f"a group must fit on the nodes, got {ranks_per_node} of {group_size} ranks per node on "
-            f"{dist.get_world_size() // local_size} nodes of {local_size}"
-        )
+    nodes, there = -(-group_size // ranks_per_node), dist.get_world_size() // local_size
+    if ranks_per_node > local_size or nodes > there:
+        got = f"{ranks_per_node} of {group_size} ranks per node on {there} nodes of {local_size}"
+        raise HarnessError(f"a group must fit on the nodes, got {got}")
     # All ranks that can, in groups of their own: neighbours share links in training too.
     mine: tuple[list[int], Any] = ([], None)
     with cores.any_core(messages=messages):
-        for first in range(0, dist.get_world_size() // local_size - nodes + 1, nodes):
+        for first in range(0, there - nodes + 1, nodes):
             for at in range(0, local_size - ranks_per_node + 1, ranks_per_node):
                 places = [(first + node) * local_size + at + i for node in range(nodes) for i in range(ranks_per_node)]
                 group = dist.new_group(places[:group_size])

@@ -162,10 +162,11 @@ class ParallelTraining:
 
         name, chunks = self.job["parallel"]["schedule"], self.job["parallel"]["virtual_stages"]
         settings: dict[str, Any] = {"n_microbatches": self.num_micro_batches, "scale_grads": False, "loss_fn": loss_fn}
-        if chunks == 1 and name in SINGLE:
-            return getattr(torch_schedules, SINGLE[name])(stages[0], **settings)
-        if name in MULTI:
-            return getattr(torch_schedules, MULTI[name])(stages, **settings)
+        whole = chunks == 1 and name in SINGLE
+        if whole or name in MULTI:
+            return getattr(torch_schedules, (SINGLE if whole else MULTI)[name])(
+                stages[0] if whole else stages, **settings
+            )
         schedule = torch_schedules._PipelineScheduleRuntime(stages, **settings)
         with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
             file.write(table)
@@ -376,7 +377,7 @@ def in_buckets(tensors: Sequence[Held], bucket_bytes: float) -> Iterator[list[He
     bucket: list[Held] = []
     for tensor in tensors:
         bucket.append(tensor)
-        if sum(each.numel() * each.element_size() for each in bucket) >= bucket_bytes:
+        if sum(each.nbytes for each in bucket) >= bucket_bytes:
             yield bucket
             bucket = []
     if bucket:

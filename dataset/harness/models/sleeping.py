@@ -158,12 +158,10 @@ class Rank:
         full = self._buffers.setdefault(numel, torch.zeros(numel))
         if kind == "all_reduce":
             dist.all_reduce(full, group=self.group)
-            return
-        shard = torch.zeros(numel // self.group.size())
-        if kind == "all_gather":
-            all_gather(full, shard, self.group)
+        elif kind == "all_gather":
+            all_gather(full, torch.zeros(numel // self.group.size()), self.group)
         else:
-            reduce_scatter(shard, full, self.group)
+            reduce_scatter(torch.zeros(numel // self.group.size()), full, self.group)
 
 
 class _Input(torch.autograd.Function):
@@ -221,13 +219,12 @@ class Block(nn.Module):
         x = cast(Tensor, _Input.apply(x, edge, edge))  # hooks at both ends find the device idle
         for step in self.steps:
             parameters = [next(held) for _ in step["parameters"]]
-            work = (partial(do, step[way]) for way in ("forward", "backward"))
-            apply = [partial(_Input.apply, x, *work)]
+            apply = [partial(_Input.apply, x, *(partial(do, step[way]) for way in ("forward", "backward")))]
             if parameters:  # autograd goes back first through what came last
                 weight = partial(_Weight.apply, partial(do, step["weight"]), *parameters)
-                apply.insert(0 if not step["weight_first"] else 1, weight)
-            results = [cast(Tensor, make()) for make in apply]
-            x = results[0] if len(results) == 1 else results[0] + results[1]
+                apply.insert(int(step["weight_first"]), weight)
+            first, *others = [cast(Tensor, make()) for make in apply]
+            x = sum(others, first)
         return cast(Tensor, _Input.apply(x, edge, edge))
 
 
@@ -240,9 +237,7 @@ class Part(nn.Module):
         self.layers = nn.ModuleList(Block(rank, sleeps["blocks"][block]) for block in own)
         self.wrapped = [layer for layer, block in zip(self.layers, own, strict=True) if block not in sleeps["root"]]
         self.precision = MixedPrecisionPolicy()
-        sizes = sleeps["boundary_numel"]
-        last = number == len(sleeps["parts"]) - 1
-        self.size_in, self.size_out = sizes[number - 1] if number else 1, 1 if last else sizes[number]
+        self.size_in, self.size_out = [1, *sleeps["boundary_numel"], 1][number : number + 2]
 
     def forward(self, x: Tensor) -> Tensor:
         x = cast(Tensor, _Resize.apply(x, 1))

@@ -58,15 +58,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[str, Any]:
-    """Run and measure everything in a plan that is not in ``out`` yet.
+    """Run and measure everything in a plan that is not in ``out`` yet, or raise a ``HarnessError``.
 
-    Returns:
-        ``{"runs", "events"}`` (how many there are) and ``{"collected", "kept"}`` (how many of them are new); of a box
-        and wherever there are any ``rejected``: names of runs that kept the cores too busy, or found too little memory.
-
-    Raises:
-        HarnessError: If the plan breaks a rule, needs more ranks than there are cores, differs from the one
-            in ``out``, or a worker failed; the message names the run, the reason and the log.
+    Returns ``{"runs", "events"}`` (how many there are) and ``{"collected", "kept"}`` (how many of them are new); of a
+    box and wherever there are any ``rejected``: names of runs that kept the cores too busy, or found too little memory.
     """
     plan = plans.check_plan(json.loads(json.dumps(plan)))  # as it will be read back: lists for tuples
     if "box" in plan:
