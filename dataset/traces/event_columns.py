@@ -176,8 +176,8 @@ class RankEvents:
         order = np.argsort(self._device.order)
         self.collective_args = {int(order[row]): args for row, args in self.collective_args.items()}
         for marks in (self.annotations, self.comms):
-            times = np.array([(each.start, each.end) for each in marks]).reshape(-1, 2)
-            _check_times(times[:, 0], times[:, 1] - times[:, 0], path)
+            times = np.array([(each.start, each.end - each.start) for each in marks]).reshape(-1, 2)
+            _check_times(times[:, 0], times[:, 1], path)
             marks.sort(key=lambda each: (each.start, -each.end))
         self.names, self.streams, self._texts = list(self._names), list(self._streams), list(self._signatures)
         self.kernels = [(str(category).lower(), name, _json(launch)) for category, name, launch in self._kernels]
