@@ -79,13 +79,8 @@ def graph_table(
 ) -> GraphTable:
     """Graphs of the nodes of one program, of which peers are collectives of other ranks, without a stream.
 
-    Args:
-        program: All nodes, ``n``.
-        owner: ``(n,)``: the graph of each node, -1: none.
-        measured: What is known of the nodes.
-        pairs: Edges; those between nodes of two graphs are left out.
-        about: Facts of each graph, to which streams and digests are added.
-        peers: Of steps; None for segments.
+    ``owner``, ``(n,)``, is the graph of each node, -1: none.  Pairs of nodes of two graphs are left out; streams and
+    digests are added to ``about``; only steps have peers.
     """
     nodes, own = program.columns, np.flatnonzero(owner >= 0)
     peer, peer_s = peers or (np.zeros(0, dtype=np.int64), np.zeros(0))

@@ -108,7 +108,15 @@ class GraphTable:
                         raise ValueError(f"{rule}, got {value!r:.40}")
             every: tuple[Key, ...] = (*NODE_KINDS, "stream", *edge_types())
             table = cls({name: listed[name] for name in ABOUT}, {key: _read(Path(folder), key) for key in every})
-            table.check()
+            for key, rows in table.rows.items():
+                graph = rows["graph"]
+                if len(graph) and (graph[0] < 0 or graph[-1] >= len(table) or (np.diff(graph) < 0).any()):
+                    raise ValueError(f"graph must ascend from 0 to {len(table) - 1} in {_file(key)}")
+            for end in edge_types():
+                for ends, node in zip(table.rows[end]["ends"].T, (end[0], end[2]), strict=True):
+                    counts = np.diff(table.bounds[node])[table.rows[end]["graph"]]
+                    if (ends < 0).any() or (ends >= counts).any():
+                        raise ValueError(f"edges must lead to nodes of their graph in {_file(end)}")
         except (OSError, KeyError, ValueError, IndexError, TypeError, OverflowError) as error:
             raise TraceError(f"{folder} must hold the tables of a graph dataset: {error}") from None
         return table
@@ -144,18 +152,6 @@ class GraphTable:
         for name, value in about.items():
             setattr(data, name, value)
         return data
-
-    def check(self) -> None:
-        """Raise ``ValueError`` unless rows are in the order of graphs and edges lead to nodes of their graph."""
-        for key, rows in self.rows.items():
-            graph = rows["graph"]
-            if len(graph) and (graph[0] < 0 or graph[-1] >= len(self) or (np.diff(graph) < 0).any()):
-                raise ValueError(f"graph must ascend from 0 to {len(self) - 1} in {_file(key)}")
-        for key in edge_types():
-            for side, kind in enumerate((key[0], key[2])):
-                ends, graph = self.rows[key]["ends"][:, side], self.rows[key]["graph"]
-                if (ends < 0).any() or (ends >= np.diff(self.bounds[kind])[graph]).any():
-                    raise ValueError(f"edges must lead to nodes of their graph in {_file(key)}")
 
 
 def _file(key: Key) -> str:

@@ -183,6 +183,9 @@ class Job(JobTables):
             tables["model"] = {key: value for key, value in tables["model"].items() if key not in TABLE_FIELDS}
         if self.execution == ExecutionSpec():
             del tables["execution"]
+        whole = {"global_batch": self.batch.global_batch}
+        if self.shares_batch and shared_batch(whole, tables["cluster"]).get("micro_batch") == self.batch.micro_batch:
+            del tables["batch"]["micro_batch"]  # it follows on other devices too
         return {"framework": self.framework, **tables} if self.framework else tables
 
     def to_json(self) -> str:

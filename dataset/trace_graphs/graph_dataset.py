@@ -23,15 +23,7 @@ from stepsight.dataset.graph.graph_table import (
 from stepsight.dataset.graph.program import NODE_KINDS, Program
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.runs.run_folder import (
-    has_traces,
-    is_imported,
-    read_imported,
-    read_run,
-    run_folders,
-    run_graphs,
-    traced_run,
-)
+from stepsight.dataset.runs import run_folder
 from stepsight.dataset.trace_graphs.call_segments import UnmeasuredRun, call_segments
 from stepsight.dataset.trace_graphs.traced_graphs import segment_graphs, step_graphs
 
@@ -59,7 +51,7 @@ def make_dataset(
         out.is_dir() and (not any(out.iterdir()) or any((out / each).is_file() for each in known))
     ):
         raise TraceError(f"--out must be a new folder or a dataset of before, got {out}: choose another")
-    folders = [folder for collection in collections for folder in run_folders(collection)]
+    folders = [folder for collection in collections for folder in run_folder.run_folders(collection)]
     table, runs, warnings = read_graph_table(folders, scopes, on_run, unmeasured)
     version = digest(str(FORM), "observed steps left out", *sorted(run["group"] for run in runs), *kind_names())
     told = _counts(table) | {"version": version, "runs": len(runs), "warnings": list(dict.fromkeys(warnings))}
@@ -118,10 +110,16 @@ def read_graph_table(
     tables, runs, warnings = list[GraphTable](), list[dict[str, Any]](), list[str]()
     every: list[Path | UnmeasuredRun] = [*folders, *unmeasured]
     for number, run in enumerate(every):
-        if isinstance(run, Path) and not has_traces(run):
+        if isinstance(run, Path) and not run_folder.has_traces(run):
             warnings.append(f"run {run.name}: only timed, not traced: left out")
             continue
-        found, about = _run_tables(run, scopes, warnings) if isinstance(run, Path) else _unmeasured_tables(run, scopes)
+        if isinstance(run, Path):
+            found, about = _run_tables(run, scopes, warnings)
+        else:
+            group = digest(run.name, *(str(node.work) for graph in run.graphs for node in graph.nodes))
+            about = describe_run(run.name, run.job, run.graphs) | {"group": group, "role": ""}
+            about["ranks"] = [graph.rank for graph in run.graphs]
+            found = _tables(run.graphs, run.segments if "segment" in scopes else (), scopes)
         if not found:
             warnings.append(f"run {run.name}: no traced step, left out")
             continue
@@ -143,13 +141,13 @@ def read_graph_table(
 
 def _run_tables(folder: Path, scopes: Sequence[str], warnings: list[str]) -> tuple[list[GraphTable], dict[str, Any]]:
     """Graphs of a run, none if no step of it was traced, and its metadata."""
-    trace = None if is_imported(folder) else read_run(folder, executions="step" in scopes)
-    run = run_graphs(folder) if trace is None else traced_run(trace)
+    trace = None if run_folder.is_imported(folder) else run_folder.read_run(folder, executions="step" in scopes)
+    run = run_folder.run_graphs(folder) if trace is None else run_folder.traced_run(trace)
     if not any(len(graph.steps_s) for graph in run.graphs):
         return [], {}
     warnings += [f"run {run.name}: {each}" for graph in run.graphs for each in graph.warnings]
     if trace is None or "step" in scopes:
-        timed_s = read_imported(folder).timed_s if trace is None else run.iteration_s
+        timed_s = run_folder.read_imported(folder).timed_s if trace is None else run.iteration_s
         about = describe_run(run.name, run.job, run.graphs, timed_s)
     else:  # by its manifest, without its graphs
         own = trace.manifest
@@ -158,13 +156,6 @@ def _run_tables(folder: Path, scopes: Sequence[str], warnings: list[str]) -> tup
         about = _about(own.name, _of_job(own.job), own.world_size, where, digest_files(files), timed_s)
     segments = () if "segment" not in scopes else trace.segments() if trace else call_segments(run.graphs, run.name)
     about |= {"role": run.role, "compiled": trace is not None and trace.manifest.compiled}
-    return _tables(run.graphs, segments, scopes), about | {"ranks": [graph.rank for graph in run.graphs]}
-
-
-def _unmeasured_tables(run: UnmeasuredRun, scopes: Sequence[str]) -> tuple[list[GraphTable], dict[str, Any]]:
-    works = [str(node.work) for graph in run.graphs for node in graph.nodes]
-    about = describe_run(run.name, run.job, run.graphs) | {"group": digest(run.name, *works), "role": ""}
-    segments = run.segments if "segment" in scopes else ()
     return _tables(run.graphs, segments, scopes), about | {"ranks": [graph.rank for graph in run.graphs]}
 
 

@@ -69,10 +69,7 @@ _LAUNCHED = ("log_blocks", "log_threads", "registers", "log_shared_bytes")
 
 @dataclass(frozen=True)
 class StepWorks:
-    """Ops and collectives of traced steps, one row for each kernel.
-
-    Shapes: ``n`` rows.
-    """
+    """Ops and collectives of traced steps: ``n`` rows, one for each kernel."""
 
     works: tuple[Op | Collective, ...]  # distinct signatures
     work: Ints  # (n,): index of works

@@ -132,15 +132,13 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
         """Split into parts such that no two share a run, model, strategy, scale or hardware.
 
         Whatever ``by`` is, graphs of one trace are never in two parts, even if it was imported twice; nor are graphs
-        with the same ops and the same times (``digest``), as two excerpts of one trace hold.
+        with the same ops and the same times (``digest``), as two excerpts of one trace hold.  Raises ``StepsightError``
+        if there are fewer different values than parts.
 
         Args:
             by: What parts must not share: ``run``, ``model``, ``strategy``, ``scale`` or ``hardware``.
             fractions: Of the graphs, about; they add up to 1.
             seed: Of the shuffle.
-
-        Raises:
-            StepsightError: If ``by`` is unknown, or there are fewer different values than parts.
         """
         if by not in SPLITS:
             raise StepsightError(f"by must be one of {', '.join(SPLITS)}, got {by!r:.80}")

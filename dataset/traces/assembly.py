@@ -79,12 +79,9 @@ class Assembly:
             columns={name: values[order] for name, values in self.columns.items()},
             edge_columns={"source": source[forward], "target": target[forward], "why": why[forward]},
             delay_s=delay[forward] * MICROSECOND,
-            streams=tuple(self.streams),
-            names=tuple(self.names),
-            works=tuple(self.works),
-            groups=tuple(self.groups),
+            **{name: tuple(getattr(self, name)) for name in ("streams", "names", "works", "groups")},
             steps_s=(bounds - origin) * MICROSECOND,
-            whole=self.steps.found_by != "nothing",
+            whole=self.steps.whole,
             events=events,
         )
 
@@ -114,8 +111,7 @@ def graph_of_trace(trace: RankTrace) -> Program:
         bounds.setdefault(span.step, []).extend((span.start_s / MICROSECOND, span.end_s / MICROSECOND))
     whole = [(float(start.min(initial=0.0)), float(end.max(initial=0.0)))]  # without segments
     listed = sorted((min(times), max(times)) for times in bounds.values())
-    steps = Steps(listed or whole, -1, "annotations" if listed else "nothing")
-    built = Assembly(start, end, start, start, found, steps)
+    built = Assembly(start, end, start, start, found, Steps(listed or whole, whole=bool(listed)))
     columns = built.columns
     columns["known"][:] = 1
     for place, node in enumerate(trace.program.nodes):

@@ -98,20 +98,17 @@ def _place(nodes: list[ChakraNode], rank: int) -> None:
             usual = "comm" if communicates else "compute"
             node.stream = usual if on_cpu or number == "" else f"stream{number}"
             node.kind = "collective" if communicates else "op"
-        met = _message(node, rank) if node.type in (SEND, RECEIVE) else ""
+        met = ""
+        if node.type in (SEND, RECEIVE):  # sender, receiver and tag of a message, if the trace states them
+            ends = {"comm_src": rank, "comm_dst": rank, "comm_tag": 0} | node.attrs
+            ends["comm_src" if node.type == SEND else "comm_dst"] = rank
+            source, target, tag = (ends[name] for name in ("comm_src", "comm_dst", "comm_tag"))
+            met = f"message {source} to {target}, tag {tag}" if source != target else ""
         if node.type == COMM and node.kind == "collective":
             met = str(node.attrs.get("pg_name") or node.attrs.get("comm_group") or "")[:80]
         if met or (node.type == COMM and node.kind == "collective"):
             numbers[met] = numbers.get(met, -1) + 1
             node.met = (met, numbers[met])
-
-
-def _message(node: ChakraNode, rank: int) -> str:
-    """Sender, receiver and tag of a message; empty if the trace does not state them."""
-    ends = {"comm_src": rank, "comm_dst": rank, "comm_tag": 0} | node.attrs
-    ends["comm_src" if node.type == SEND else "comm_dst"] = rank
-    source, target, tag = (ends[name] for name in ("comm_src", "comm_dst", "comm_tag"))
-    return f"message {source} to {target}, tag {tag}" if source != target else ""
 
 
 def _on_cpu(node: ChakraNode) -> bool | None:
@@ -162,8 +159,8 @@ def _graph(nodes: list[ChakraNode], world: int, sizes: Mapping[str, int]) -> Pro
             edges.append((last[node.stream], node.place, order))
         last[node.stream] = node.place
         edges += [(one.place, node.place, _WHY[one.kind == "host", node.kind == "host"]) for one in node.before]
-    bounds = Steps([(0.0, float(end.max(initial=0.0)))], -1, "nothing")
-    built = Assembly(start, end, start, start, [*edges_by_kind(edges)], bounds)
+    steps = Steps([(0.0, float(end.max(initial=0.0)))], whole=False)
+    built = Assembly(start, end, start, start, [*edges_by_kind(edges)], steps)
     for node in nodes:
         columns = {"stream": built.streams[node.stream], "name": built.names[node.name], "kind": HOST, "known": 1}
         if node.kind != "host":

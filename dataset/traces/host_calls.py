@@ -27,10 +27,7 @@ _OPTIMIZERS = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
 
 @dataclass
 class CallTree:
-    """Nesting of the calls of all host threads.
-
-    Shapes: ``n`` ops, ``r`` runtime calls.
-    """
+    """Nesting of the calls of all host threads: ``n`` ops and ``r`` runtime calls."""
 
     parent: Ints  # ``(n,)``: the op that encloses each, -1: none
     phase: Ints  # ``(n,)``
@@ -214,9 +211,9 @@ class Steps:
     """Steps of one rank; microseconds."""
 
     bounds: list[tuple[float, float]]  # begin and end of each on the host
-    thread: int  # host thread that runs them, -1: unknown
-    found_by: str  # ``annotations``, ``optimizer``, ``backward``, ``repetition`` or ``nothing``
+    thread: int = -1  # host thread that runs them, -1: unknown
     warnings: list[str] = field(default_factory=list)  # what is wrong with them
+    whole: bool = True  # whether anything bounds them
 
 
 def find_steps(events: RankEvents, tree: CallTree, launched: Floats) -> Steps:
@@ -236,37 +233,34 @@ def find_steps(events: RankEvents, tree: CallTree, launched: Floats) -> Steps:
             by_name.setdefault(mark.name, []).append(mark)
     # with several optimizers, ends of the last one in each step
     marks = max(by_name.values(), key=lambda marks: (-len(marks), max(mark.end for mark in marks)), default=[])
-    ends, thread, found_by = [mark.end for mark in marks], marks[0].thread if marks else -1, "optimizer"
+    ends, thread = [mark.end for mark in marks], marks[0].thread if marks else -1
     if not ends:  # of backward passes: the last evaluation before forward calls start again
         outer = np.flatnonzero((tree.parent < 0) & (tree.phase >= 0))
-        is_backward, found_by = tree.phase[outer] == 1, "backward"
+        is_backward = tree.phase[outer] == 1
         ends = events.ops.end[outer[is_backward & ~np.append(is_backward[1:], False)]].tolist()
         forward = events.ops["thread"][outer[~is_backward]]
         thread = int(np.bincount(forward).argmax()) if len(forward) else -1
     if ends:
-        return _between(begin, ends, thread, found_by, events)
-    bounds = _repeated(events, launched)
-    if bounds:
-        return Steps(bounds, -1, "repetition")
+        return _between(begin, ends, thread, events)
+    if bounds := _repeated(events, launched):
+        return Steps(bounds)
     last = max((float(table.end.max()) for table in tables), default=begin)
     told = "no steps: neither annotations nor repetition bound one, so the whole trace counts as a step"
-    return Steps([(begin, last)], -1, "nothing", [told])
+    return Steps([(begin, last)], -1, [told], whole=False)
 
 
 def segment_spans(events: RankEvents, origin_us: float) -> tuple[Span, ...]:
     """Annotated segments of steps, from the origin on; whole steps of PyTorch's profiler where no step is ours."""
     own = [(each, parse_annotation(each.name)) for each in events.annotations if each.name.startswith(_OWN_SEGMENT)]
-    found = [
-        (each, said["label"], int(said.get("micro_batch", 0)), int(said.get("stage", 0)))
-        for each, said in own
-        if said["label"] != "step"
-    ]
+    found = [(each, said) for each, said in own if said["label"] != "step"]
     if len(found) == len(own):
-        found += [(each, "step", 0, 0) for each in events.annotations if _STEP.match(each.name)]
-    return tuple(
-        Span(label, 1e-6 * (each.start - origin_us), 1e-6 * (each.end - origin_us), 0, *numbers)
-        for each, label, *numbers in sorted(found, key=lambda one: one[0].start)
-    )
+        found += [(each, {"label": "step"}) for each in events.annotations if _STEP.match(each.name)]
+    spans = []
+    for each, said in sorted(found, key=lambda one: one[0].start):
+        begin, end = (1e-6 * (at - origin_us) for at in (each.start, each.end))
+        micro_batch, stage = (int(said.get(name, 0)) for name in ("micro_batch", "stage"))
+        spans.append(Span(said["label"], begin, end, 0, micro_batch, stage))
+    return tuple(spans)
 
 
 def observed_steps(events: RankEvents, bounds: Floats) -> Flags:
@@ -297,20 +291,19 @@ def _annotated(marks: list[Annotation]) -> Steps:
         if later != earlier + 1:
             what = "missing" if later > earlier else "repeated"
             warnings.append(f"{what} steps: ProfilerStep#{earlier} is followed by ProfilerStep#{later}")
-    return Steps([(start, end) for start, end in bounds if end > start], thread, "annotations", warnings)
+    return Steps([(start, end) for start, end in bounds if end > start], thread, warnings)
 
 
-def _between(begin: float, ends: list[float], thread: int, found_by: str, events: RankEvents) -> Steps:
+def _between(begin: float, ends: list[float], thread: int, events: RankEvents) -> Steps:
     """Steps from end to end; steps unlike the others are incomplete and are dropped."""
     limits = np.array([begin, *ends] if len(ends) < _ENOUGH else ends)  # anything may come before the first end
     counts = np.histogram(np.concatenate([events.runtime.start, events.ops.start]), limits)[0]
     usual = float(np.median(counts))
     whole = (np.abs(counts - usual) <= _ALIKE * usual) & (np.diff(limits) > 0)
     bounds = list(zip(limits[:-1][whole].tolist(), limits[1:][whole].tolist(), strict=True))
-    left, warnings = len(counts) - len(bounds), []
-    if left:
-        warnings.append(f"steps that are not whole: {left} of {len(counts)} differ from the usual one and are left out")
-    return Steps(bounds, thread, found_by, warnings)
+    left = len(counts) - len(bounds)
+    told = f"steps that are not whole: {left} of {len(counts)} differ from the usual one and are left out"
+    return Steps(bounds, thread, [told] if left else [])
 
 
 def _repeated(events: RankEvents, launched: Floats) -> list[tuple[float, float]]:

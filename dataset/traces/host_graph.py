@@ -14,18 +14,11 @@ from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, Dependency, Pr
 from stepsight.dataset.graph.rank_trace import Placement, Rendezvous, is_message
 from stepsight.dataset.kinds import gloo_spans
 from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
+from stepsight.dataset.traces import host_calls
 from stepsight.dataset.traces.assembly import MICROSECOND, Assembly, Edges
 from stepsight.dataset.traces.classify import intern_op
 from stepsight.dataset.traces.event_columns import Annotation, Interned, RankEvents, Table
-from stepsight.dataset.traces.host_calls import (
-    CallTree,
-    Steps,
-    annotated_phases,
-    chain,
-    find_steps,
-    in_order,
-    segment_spans,
-)
+from stepsight.dataset.traces.host_calls import CallTree, Steps
 from stepsight.dataset.traces.host_works import HostWorks, Work, host_call_starts
 from stepsight.dataset.traces.kernel_kinds import named_kind
 
@@ -49,13 +42,13 @@ def host_graph(events: RankEvents, tree: CallTree, world_size: int, placement: P
     groups = [list(range(world_size)), *(each.get("ranks") or [] for each in configured if isinstance(each, dict))]
     largest = max(((len(ranks), tuple(ranks)) for ranks in groups if rank in ranks), default=(0, ()))[1]
     replicas = placement.data_parallel_group(rank) or largest
-    collectives, waits = _Collectives(host, replicas, placement, segment_spans(events, 0.0)).found()
+    collectives, waits = _Collectives(host, replicas, placement, host_calls.segment_spans(events, 0.0)).found()
     if not host.ops and not collectives:
         raise TraceError(f"a trace must hold at least one op or collective, got none in {events.path}")
-    steps, names = find_steps(events, tree, np.zeros(0)), Interned()
+    steps, names = host_calls.find_steps(events, tree, np.zeros(0)), Interned()
     calls, first = _calls(host, collectives, steps, names), len(host.ops)
     issues = np.argsort(calls["row"])[first : first + len(collectives)]
-    source, target, delay = chain(calls, events)
+    source, target, delay = host_calls.chain(calls, events)
     waited = overlap(merge([wait[1:] for wait in waits]), calls.end[source], calls.start[target])
     edges = [(source, target, Dependency.HOST_ORDER, np.maximum(delay - waited, 0.0))]
     edges += [*_in_streams(collectives, calls, issues), _ends(collectives, waits, calls, host.main)]
@@ -74,7 +67,7 @@ def host_graph(events: RankEvents, tree: CallTree, world_size: int, placement: P
     _fill(built, events, tree, calls["name"], works)
     graph = built.graph("cpu", "cpu", events.num_events)
     record = HostRecord(
-        spans=segment_spans(events, graph.origin_us),
+        spans=host_calls.segment_spans(events, graph.origin_us),
         calls_s=(host_call_starts(events, host.main) - graph.origin_us) * MICROSECOND,
         own_s=np.array([0.0 if work is None else work.own for work in works])[built.order] * MICROSECOND,
         waits_s=(np.array([wait[1:] for wait in waits]).reshape(-1, 2) - graph.origin_us) * MICROSECOND,
@@ -98,7 +91,7 @@ def _calls(host: HostWorks, collectives: list[Work], steps: Steps, names: Intern
     thread = [*(streams[work.stream] for work in host.ops), *([host.main] * len(moments))]
     issues = (f"issue {work.name}" for work in collectives)
     name = [names[each] for each in (*(work.name for work in host.ops), *issues, *(["step"] * len(marks)))]
-    return in_order(start, end, thread, np.arange(len(start)), name)
+    return host_calls.in_order(start, end, thread, np.arange(len(start)), name)
 
 
 def _in_streams(collectives: list[Work], calls: Table, issues: Ints) -> Iterator[Edges]:
@@ -170,7 +163,7 @@ def _fill(built: Assembly, events: RankEvents, tree: CallTree, names: Ints, work
     called = nodes["call"] >= 0
     nodes["phase"][called] = tree.phase[nodes["call"][called]]
     unnamed = (nodes["kind"] != HOST) & ~called  # without a framework call: collectives, ops that sleep
-    nodes["phase"][unnamed] = annotated_phases(events.annotations, built.issued)[unnamed]
+    nodes["phase"][unnamed] = host_calls.annotated_phases(events.annotations, built.issued)[unnamed]
 
 
 class _Collectives:

@@ -126,21 +126,18 @@ class KernelKinds:
         elif name.startswith(_ANNOTATED):
             with suppress(KeyError, ValueError):  # the name may be wrong
                 op = annotated_op(parse_annotation(name))
-        else:
-            op = classify(name, self._events.arguments(number), self._scope(evaluation, sequence), self._dtype)
+        else:  # in the scope of the node of autograd's graph that is evaluated, or of none in forward
+            if evaluation >= 0 and evaluation not in self._scopes:
+                node = self._events.names[self._names[evaluation]].split(": ")[-1]
+                self._scopes[evaluation] = Scope(node, self._forward_dims.get(sequence, ()))
+            scope = self._scopes[evaluation] if evaluation >= 0 else Scope()
+            op = classify(name, self._events.arguments(number), scope, self._dtype)
         if not depends_on_scope(name):
             self._by_signature[number] = op
         if op is not None and op.kind == "linear" and sequence >= 0 and evaluation < 0:
             self._forward_dims[sequence] = op.dims
         self._dtype = op.dtype if op is not None else self._dtype
         return op
-
-    def _scope(self, evaluation: int, sequence: int) -> Scope:
-        """The context of a call: the node of autograd's graph that is evaluated, or nothing in forward."""
-        if evaluation >= 0 and evaluation not in self._scopes:
-            name = self._events.names[self._names[evaluation]].split(": ")[-1]
-            self._scopes[evaluation] = Scope(name, self._forward_dims.get(sequence, ()))
-        return self._scopes[evaluation] if evaluation >= 0 else Scope()
 
     def _of_name(self, launch: Launch) -> Op | None:
         name = launch.name

@@ -110,9 +110,8 @@ class ReplayedRun:
         """Nodes of the longest path through the steps, in time: rank, stream, name, kind, start and seconds."""
         joined, walked, found = self.base.walked.joined, self.base.walked, list[dict[str, Any]]()
         for node in longest_path(walked)[::-1]:
-            place = joined.rank_of(node)
-            if place < len(self.graphs):  # ranks meet in nodes of their own
-                graph, own = self.graphs[place], node - joined.first[place]
+            graph, own = joined.located(node)
+            if graph is not None:  # ranks meet in nodes of their own
                 where = {"rank": graph.rank, "stream": graph.streams[graph.columns["stream"][own]]}
                 what = {"name": graph.names[graph.columns["name"][own]], "kind": graph.kind_of(own)}
                 times = {"start_s": float(walked.start_s[node]), "seconds": float(joined.seconds[node])}

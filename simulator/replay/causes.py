@@ -136,15 +136,13 @@ def critical_path(walked: Walk) -> dict[str, float]:
     """Seconds of the longest path of a walk by family of ops, of ``host``, and of ``device_delays`` between them."""
     joined, families = walked.joined, defaultdict[str, float](float)
     for node in longest_path(walked):
-        place, before = joined.rank_of(node), walked.before(node)
-        if place < len(joined.graphs):
-            kind = joined.graphs[place].kind_of(node - joined.first[place])
+        (graph, own), before = joined.located(node), walked.before(node)
+        if graph is not None:
+            kind = graph.kind_of(own)
             families[OP_KINDS[kind].family if kind in OP_KINDS else kind] += float(joined.seconds[node])
         if before >= 0:
-            at, hosted = joined.rank_of(before), False
-            if at < len(joined.graphs):  # otherwise ranks meet
-                graph = joined.graphs[at]
-                hosted = graph.device == "cpu" or graph.columns["kind"][before - joined.first[at]] == HOST
+            graph, own = joined.located(before)
+            hosted = graph is not None and (graph.device == "cpu" or graph.columns["kind"][own] == HOST)
             waited = float(walked.start_s[node] - walked.end_s[before])
             families["host" if hosted else "device_delays"] += max(waited, 0.0)
     return _largest_first(families)

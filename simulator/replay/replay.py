@@ -42,9 +42,10 @@ class Joined:
     waiting: Ints  # (e,): the nodes that wait, without meetings
     meeting: Ints  # (n,): the meeting that a collective waits for, -1: none
 
-    def rank_of(self, node: int) -> int:
-        """Place of the rank that a node is of; the number of ranks for a meeting."""
-        return int(np.searchsorted(self.first, node, "right")) - 1
+    def located(self, node: int) -> tuple[Any, int]:
+        """The graph that a node is of, None for a meeting, and its place there."""
+        place = int(np.searchsorted(self.first, node, "right")) - 1
+        return (self.graphs[place] if place < len(self.graphs) else None), node - self.first[place]
 
 
 @dataclass(eq=False)

@@ -67,20 +67,16 @@ class StepWriter(TraceWriter):
         for node in path:  # a kernel may start before the call that launches it returns
             begin, end = max(self._start_s[node], reached), max(self._end_s[node], reached)
             if end > begin:
-                place, rank = (process, "critical path"), self._graph(node)[0].rank
+                place, rank = (process, "critical path"), self._joined.located(node)[0].rank
                 yield self.span(self._label(node), place, (begin, end), "critical", rank=rank)
             reached = end
 
-    def _graph(self, node: int) -> tuple[Program, int]:
-        place = self._joined.rank_of(node)
-        return self._joined.graphs[place], node - self._joined.first[place]
-
     def _label(self, node: int) -> str:
-        graph, own = self._graph(node)
+        graph, own = self._joined.located(node)
         return f"{graph.names[graph.columns['name'][own]]} {graph.kind_of(own)}"
 
     def _place(self, node: int) -> tuple[int, str, float]:
-        graph, own = self._graph(node)
+        graph, own = self._joined.located(node)
         return graph.rank, graph.streams[graph.columns["stream"][own]], float(self._start_s[node])
 
 
@@ -170,9 +166,7 @@ def launch_table(graphs: Sequence[Program]) -> list[dict[str, Any]]:
             {
                 "rank": graph.rank,
                 "launches": len(delays),
-                "mean_delay_s": float(delays.mean()),
-                "median_delay_s": float(np.median(delays)),
-                "max_delay_s": float(delays.max()),
+                **{f"{of}_delay_s": float(getattr(np, of)(delays)) for of in ("mean", "median", "max")},
                 "mean_queue": float(delays.sum() / span) if span else 0.0,
                 "max_queue": int(np.cumsum(changes).max()),
             }

@@ -53,7 +53,7 @@ def run_name(job: Job) -> str:
 
 def collectable(job: Job, max_ranks: int | None = None) -> None:
     """Check that the harness can run a job unchanged.  Raises ``CollectError`` with the rule and the values."""
-    problems = job_problems(job.to_dict())
+    problems = job_problems(replace(job, shares_batch=False).to_dict())
     if problems:
         raise CollectError("; ".join(problems))
     if max_ranks is not None and job.cluster.num_devices > max_ranks:
@@ -165,7 +165,7 @@ def sleeps_of(job: Job, latency: LatencyModel) -> dict[str, Any]:
     """What the harness needs to run a sleeping job of a box; a layer that would sleep for less than
     ``SHORTEST_BLOCK_S`` is a ``CollectError``.
     """
-    problems = job_problems(job.to_dict(), boxed=True)
+    problems = job_problems(replace(job, shares_batch=False).to_dict(), boxed=True)
     if problems:
         raise CollectError("; ".join(problems))
     shape, shapes = rank_shape(job), part_shapes(job)

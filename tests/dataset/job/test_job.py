@@ -174,3 +174,13 @@ def test_mistakes_name_what_was_meant(tables: dict[str, Any], words: str) -> Non
     """Names that are nearly right, and a model without a name or sizes."""
     with pytest.raises(JobError, match=words):
         Job.from_dict(tables)
+
+
+def test_a_batch_that_the_ranks_share_is_shared_on_other_devices_too() -> None:
+    """The tables of a job say no more than the job was told; a micro-batch that was stated stays."""
+    job = Job.from_file(Path(__file__).parents[3] / "examples" / "dlrm-dcnv2-64h100.toml")
+    assert Job.from_dict(job.to_dict()) == job and Job.from_dict(job.to_dict()).shares_batch
+    more = Job.of(job, {"cluster.nodes": 2 * job.cluster.nodes, "parallel.dp": 2 * job.parallel.dp})
+    assert 2 * more.batch.micro_batch == job.batch.micro_batch
+    stated = Job.of(job, {"batch.micro_batch": 16})
+    assert Job.from_dict(stated.to_dict()).batch.micro_batch == 16
