@@ -13,6 +13,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,16 +36,8 @@ from stepsight.training.corrections.intervals import PublishedError, Widths, cla
 from stepsight.training.corrections.residual import JobFeatures, PublishedRun, PublishedRuns, block_of
 from stepsight.training.prediction.prediction import PHYSICS, predict
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.shipped import catalogue as product_power
-from stepsight.training.shipped.catalogue import (
-    RECIPES,
-    TABLED,
-    ChipPower,
-    chip_of,
-    facts_digest,
-    learn_chip,
-    shipped_predictor,
-)
+from stepsight.training.shipped import catalogue
+from stepsight.training.shipped.catalogue import RECIPES, ChipPower
 
 STEP = 1.1  # of the slowdown by which the time's part in products is found
 LEAST_PART = 0.3  # of the time that follows products: runs of less tell of other things
@@ -53,7 +46,7 @@ LEAST_PART = 0.3  # of the time that follows products: runs of less tell of othe
 @cached(64)
 def _at(hardware: str, slowdown: float) -> Predictor | None:
     """The shipped predictor for a hardware, its products as many times as long as at the highest clock."""
-    found = shipped_predictor(hardware)
+    found = catalogue.shipped_predictor(hardware)
     if found is None:
         return None
     facts = found.hardware
@@ -75,7 +68,7 @@ def dense_job(row: Row) -> Job | None:
         return None
     published = jobs_of(row)[0]
     job = published.job
-    told = chip_of(job.cluster.hardware) and job.model.fused_attention and not job.model.experts
+    told = catalogue.chip_of(job.cluster.hardware) and job.model.fused_attention and not job.model.experts
     return job if told and not published.open else None
 
 
@@ -83,24 +76,21 @@ def learn(rows: Sequence[Row]) -> dict[str, dict[str, ChipPower]]:
     """Estimates from the rows for every chip and type of products."""
     told: dict[tuple[str, str], list[tuple[str, float, Hardware]]] = defaultdict(list)
     for row in rows:
-        try:
+        with suppress(JobError):
             job = dense_job(row)
             found = None if job is None else slowdown_of(job, row.measured_s)
-        except JobError:
-            continue
-        facts = None if job is None else find_hardware(job.cluster.hardware)
-        if job is not None and found is not None and facts is not None and facts.power_w:
-            chip = chip_of(job.cluster.hardware)
-            told[chip, power_type(job.batch.dtype)].append((row.source, found, facts))
+            facts = None if job is None else find_hardware(job.cluster.hardware)
+            if job is not None and found is not None and facts is not None and facts.power_w:
+                chip = catalogue.chip_of(job.cluster.hardware)
+                told[chip, power_type(job.batch.dtype)].append((row.source, found, facts))
     chips: dict[str, dict[str, ChipPower]] = defaultdict(dict)
     for (chip, dtype), runs in told.items():
-        limit = max(facts.power_w for _, _, facts in runs)
-        idle = max(facts.idle_w for _, _, facts in runs)
+        limit, idle = (max(getattr(facts, name) for _, _, facts in runs) for name in ("power_w", "idle_w"))
         logs: dict[str, list[float]] = defaultdict(list)
         for source, found, facts in runs:
             logs[source].append(found + math.log((facts.power_w - idle) / (limit - idle)) / 3.0)
-        tabled = math.log(TABLED.get(chip, {}).get(dtype, 1.0))
-        chips[chip][dtype] = learn_chip(limit, logs, idle, tabled)
+        tabled = math.log(catalogue.TABLED.get(chip, {}).get(dtype, 1.0))
+        chips[chip][dtype] = catalogue.learn_chip(limit, logs, idle, tabled)
     return dict(chips)
 
 
@@ -108,7 +98,7 @@ def widths_of(scored: Sequence[Scored]) -> Widths:
     """Errors of every row whose hardware has a shipped predictor."""
     sources: dict[str, list[PublishedError]] = defaultdict(list)
     for row in scored:
-        if shipped_predictor(row.job.cluster.hardware) is not None:
+        if catalogue.shipped_predictor(row.job.cluster.hardware) is not None:
             error = math.log(row.measured_s / row.predicted_s)
             sources[row.row.source].append(PublishedError(row.digest, class_of(row.job), row.unsupported_share, error))
     return Widths({name: tuple(rows) for name, rows in sources.items()})
@@ -142,11 +132,11 @@ def write_runs(runs: Sequence[Path], out: Path) -> str:
     """Write what the correction by published runs is fitted with: their features, and what physics is off by."""
     found: dict[str, PublishedRun] = {}
     for row in (row for table in runs for row in evaluate(table, PHYSICS).scored):
-        if chip_of(row.job.cluster.hardware) and row.framework.name != GENERIC.name:
+        if catalogue.chip_of(row.job.cluster.hardware) and row.framework.name != GENERIC.name:
             like, model = JobFeatures.of(row.job, row.framework.name), row.row.text("model_name") or row.job.model_name
             log = math.log(row.measured_s / row.predicted_s)
             found.setdefault(row.digest, PublishedRun(row.digest, row.row.source, model, log, like))
-    told = PublishedRuns(tuple(found.values()), MOST_WIDTH, facts_digest())
+    told = PublishedRuns(tuple(found.values()), MOST_WIDTH, catalogue.facts_digest())
     scores = list[float]()
     for recipe in RECIPES.values():
         for block, of in told.on((recipe.hardware, *recipe.twins)).blocks.items():
@@ -159,7 +149,7 @@ def write_runs(runs: Sequence[Path], out: Path) -> str:
 
 
 WRITERS = {
-    "power": (write_power, product_power.PRESET),
+    "power": (write_power, catalogue.PRESET),
     "runs": (write_runs, residual.PRESET),
     "widths": (write_widths, intervals.PRESET),
 }

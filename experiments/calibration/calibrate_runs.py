@@ -16,17 +16,8 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.errors import PredictorError, StepsightError, TableError
 from stepsight.dataset.base.files import digest
 from stepsight.experiments.calibration.calibrate_parts import LEAST_GAIN, Change, Report, starting_predictor
-from stepsight.experiments.evaluation.error_metrics import (
-    FITTED,
-    PredictorOf,
-    Scored,
-    Times,
-    carried_forward,
-    regret,
-    score,
-    series_of,
-    without_source,
-)
+from stepsight.experiments.evaluation import error_metrics
+from stepsight.experiments.evaluation.error_metrics import FITTED, PredictorOf, Scored, Times
 from stepsight.experiments.evaluation.evaluate import Evaluation, evaluate, figures
 from stepsight.experiments.evaluation.row_jobs import is_copy
 from stepsight.experiments.reports.text_table import table
@@ -136,7 +127,7 @@ def calibrate(
     fit = with_rows(predictor, fitted)
     by, judging = LARGER, larger or fitted
     if larger:
-        after = [score(row.row, lambda _: fit.predictor).predicted_s for row in larger]
+        after = [error_metrics.score(row.row, lambda _: fit.predictor).predicted_s for row in larger]
     else:  # sizes are held out in turn, or runs if there is one size
         by = SIZES if len({row.row.gpus for row in fitted}) > 1 else ROWS
         off, _ = fit.process.left_out([row.row.gpus if by == SIZES else row.job for row in fitted])
@@ -198,10 +189,12 @@ def _evidence(by: str, rows: Sequence[Scored], after: Sequence[float], every_row
     def change(at: Sequence[int] | NDArray[np.int64], before: Times) -> Change:
         return Change.of(before, after_s[at], measured_s[at])
 
-    forward = dict(zip(map(id, every_row), carried_forward(every_row), strict=True))
+    forward = dict(zip(map(id, every_row), error_metrics.carried_forward(every_row), strict=True))
     known = {at: seconds for at, row in enumerate(rows) if (seconds := forward[id(row)]) is not None}
     sources = rows_by(row.row.source for row in rows)
-    first, second = (regret(choices, list(seconds), measured_s.tolist()) or 0.0 for seconds in (before_s, after_s))
+    first, second = (
+        error_metrics.regret(choices, list(seconds), measured_s.tolist()) or 0.0 for seconds in (before_s, after_s)
+    )
     return Evidence(
         **vars(change(range(len(rows)), before_s)),
         by=by,
@@ -259,7 +252,10 @@ def read_most_gpus(text: str) -> int:
 
 
 # The sets into which a table is split, each with rows to fit and rows that judge; and what is fitted, for people.
-SPLITS: dict[str, Callable[[Scored], Hashable]] = {"calibrated": series_of, "calibrated_by_source": source_of}
+SPLITS: dict[str, Callable[[Scored], Hashable]] = {
+    "calibrated": error_metrics.series_of,
+    "calibrated_by_source": source_of,
+}
 FITTED_ON = {
     "calibrated": "rows of at most {} devices, and the smallest runs of series that have none",
     "calibrated_by_source": "rows of at most {} devices alone, or a source's smallest size where it has none",
@@ -278,21 +274,21 @@ def calibrate_small(
     on_set: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Fit and judge every source's hardware; figures of calibrated and shipped predictions by source and kind."""
-    carried = dict(zip(map(id, evaluation.scored), carried_forward(evaluation.scored), strict=True))
+    carried = dict(zip(map(id, evaluation.scored), error_metrics.carried_forward(evaluation.scored), strict=True))
     fitted_of, judged = Counter[str](), dict[str, list[_Judged]]()
     sets = evaluation.by(lambda row: f"{row.row.source}/{row.job.cluster.hardware}")
     for number, rows in enumerate(sets.values(), 1):
         if on_set is not None:
             on_set(number, len(sets))
         source = rows[0].row.source
-        predictor = without_source(predictor_of(rows[0].job.cluster.hardware), source)
+        predictor = error_metrics.without_source(predictor_of(rows[0].job.cluster.hardware), source)
         fitted, judging = split_rows(rows, most_gpus, set_of)
         judging = without_copies(judging, fitted)
         if predictor is None or not judging:
             continue
         own = with_rows(predictor, fitted).predictor
         fitted_of[source] += len(fitted)
-        again = [score(row.row, lambda hardware, own=own: own) for row in judging]  # type: ignore[misc]
+        again = [error_metrics.score(row.row, lambda hardware, own=own: own) for row in judging]  # type: ignore[misc]
         found = [(row, after, carried[id(row)]) for row, after in zip(judging, again, strict=True)]
         judged.setdefault(source, []).extend(found)
     every = [row for found in judged.values() for row in found]

@@ -13,14 +13,8 @@ from typing import Any
 
 from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.experiments.evaluation.error_metrics import (
-    PredictorOf,
-    Scored,
-    constant_mfu,
-    errors,
-    regret,
-    without_source,
-)
+from stepsight.experiments.evaluation import error_metrics
+from stepsight.experiments.evaluation.error_metrics import PredictorOf, Scored
 from stepsight.experiments.reports.text_table import Number, table_of
 from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.iteration.simulate import Simulation
@@ -99,7 +93,11 @@ def baseline_figures(rows: Sequence[Scored], predictor_of: PredictorOf, names: S
     """
 
     def seconds_of(name: str, row: Scored) -> float | None:
-        asked = without_source(predictor_of(row.job.cluster.hardware), row.row.source) if name == ANALYTIC else None
+        asked = (
+            error_metrics.without_source(predictor_of(row.job.cluster.hardware), row.row.source)
+            if name == ANALYTIC
+            else None
+        )
         with suppress(JobError, PredictorError):  # it says nothing
             found = predict(row.job, asked or ROOFLINE, software=row.row.software)
             return sum(closed_form(found.simulation).values()) if name == ANALYTIC else found.iteration_time_s
@@ -107,11 +105,14 @@ def baseline_figures(rows: Sequence[Scored], predictor_of: PredictorOf, names: S
 
     def figures(of: Sequence[Scored], seconds: Sequence[float]) -> dict[str, Any]:
         measured = [row.measured_s for row in of]
-        return {**errors(seconds, measured).to_dict(), "regret": regret([row.choice for row in of], seconds, measured)}
+        return {
+            **error_metrics.errors(seconds, measured).to_dict(),
+            "regret": error_metrics.regret([row.choice for row in of], seconds, measured),
+        }
 
     found = {}
     for name in names:
-        mfu = constant_mfu(rows, by_source=False) if name == MFU else None
+        mfu = error_metrics.constant_mfu(rows, by_source=False) if name == MFU else None
         seconds: Sequence[float | None] = mfu or [seconds_of(name, row) for row in rows]
         pairs = [(row, value) for row, value in zip(rows, seconds, strict=True) if value is not None]
         known = [row for row, _ in pairs]

@@ -14,14 +14,7 @@ from stepsight.dataset.base.errors import JobError, PredictorError, TableError
 from stepsight.dataset.hardware.hardware import read_fabric_words
 from stepsight.dataset.job.frameworks import GENERIC, unknown_frameworks
 from stepsight.experiments.evaluation import error_metrics
-from stepsight.experiments.evaluation.error_metrics import (
-    FITTED,
-    FittedRowError,
-    Scored,
-    errors,
-    predictor_by_hardware,
-    score,
-)
+from stepsight.experiments.evaluation.error_metrics import FITTED, Scored, errors, score
 from stepsight.experiments.evaluation.runs_table import Row, read_runs_table
 from stepsight.experiments.reports.text_table import Column, NotebookBar, Number, table_of
 from stepsight.training.corrections.corrector import rows_by
@@ -206,7 +199,7 @@ def evaluate(
         raise TableError(f"a table of runs must have at least one row, got none in {path}")
     if not rows:
         raise TableError(f"--source must match the source of a row in {path}, got {source!r:.80}{there}")
-    predictor_of, bar = predictor_by_hardware(predictor), NotebookBar("rows")
+    predictor_of, bar = error_metrics.predictor_by_hardware(predictor), NotebookBar("rows")
     scored, suspect, rejected = list[Scored](), list[Scored](), list[tuple[Row, str]]()
     for number, row in enumerate(rows, 1):
         try:
@@ -214,8 +207,8 @@ def evaluate(
                 rejected.append((row, WEAK))
             else:
                 (suspect if row.suspect else scored).append(score(row, predictor_of))
-        except (JobError, FittedRowError) as error:
-            rejected.append((row, FITTED if isinstance(error, FittedRowError) else str(error)))
+        except (JobError, error_metrics.FittedRowError) as error:
+            rejected.append((row, FITTED if isinstance(error, error_metrics.FittedRowError) else str(error)))
         (on_row or bar.show)(number, len(rows))
     result = Evaluation(Counter(row.source for row in rows), scored, suspect, rejected)
     if not scored:

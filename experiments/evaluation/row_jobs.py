@@ -18,16 +18,8 @@ from typing import Any, TypeVar
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import digest, preset
-from stepsight.dataset.hardware.hardware import (
-    FABRICS,
-    HARDWARE,
-    canonical_hardware,
-    device_words,
-    find_fabric,
-    find_hardware,
-    read_fabric_words,
-    usual_fabric,
-)
+from stepsight.dataset.hardware import hardware as presets
+from stepsight.dataset.hardware.hardware import HARDWARE, find_hardware
 from stepsight.dataset.job import frameworks
 from stepsight.dataset.job.frameworks import Framework
 from stepsight.dataset.job.job import Job
@@ -57,8 +49,8 @@ def preset_of_device(row: Row) -> str:
     if stated is not None and memory not in (None, int(stated[1])):
         raise RowError(f"hardware {text!r:.60} and gpu_mem_gb state different memories")
     memory = memory or (int(stated[1]) if stated else None)
-    words = device_words(_REMARKS.sub(" ", _MEMORY.sub(" ", main)))
-    usual = canonical_hardware(words if "pcie" in words or "pcie" not in lower else f"{words}-pcie")
+    words = presets.device_words(_REMARKS.sub(" ", _MEMORY.sub(" ", main)))
+    usual = presets.canonical_hardware(words if "pcie" in words or "pcie" not in lower else f"{words}-pcie")
     kind = usual.rpartition("-")[0] if usual in HARDWARE else ""
     if kind and (name := f"{kind}-{memory}gb" if memory else usual) in HARDWARE:
         return name
@@ -69,13 +61,13 @@ def preset_of_device(row: Row) -> str:
 
 def fabric_of(row: Row, hardware: str, gpus_per_node: int) -> Any:
     """A preset's name, or links from the ports that the row states; otherwise the usual fabric of the devices."""
-    text, usual = row.text("inter_interconnect"), usual_fabric(hardware)
-    if text in FABRICS:
+    text, usual = row.text("inter_interconnect"), presets.usual_fabric(hardware)
+    if text in presets.FABRICS:
         return text
     lower, machine = text.lower(), row.text("hardware").lower()
     named = [fabric for word, device, fabric in TOLD["networks"] if word in lower and device in hardware]
     named += [fabric for word, fabric in TOLD["machines"] if word in machine]
-    named += read_fabric_words(text, hardware)[0]
+    named += presets.read_fabric_words(text, hardware)[0]
     if named:
         return named[0]
     ports = _PORTS.search(lower)
@@ -83,7 +75,7 @@ def fabric_of(row: Row, hardware: str, gpus_per_node: int) -> Any:
         return usual
     gbits = number_in(ports[2], "inter_interconnect") * number_in(ports[1] or "1", "inter_interconnect")
     per_device = gbits / 8 / (1 if "per gpu" in lower else gpus_per_node)
-    within, between = find_fabric(usual).intra_node, find_fabric(usual).inter_node
+    within, between = presets.find_fabric(usual).intra_node, presets.find_fabric(usual).inter_node
     if per_device * 1e9 == between.bandwidth_bytes_per_s:
         return usual
     slower = 1.5 if "roce" in lower or "rdma" in lower else 1.0  # Ethernet's latency over InfiniBand's
@@ -126,7 +118,7 @@ def framework_of(row: Row) -> Framework:
     for columns, words, fields in TOLD["stated"]:
         if re.search(words, " ".join(map(row.text, columns.split())).lower()):
             changes |= fields
-    bucket = re.search(r"\bbucket_cap_mb=([0-9.]+)", row.notes)
+    bucket = re.search(r"\bbucket_cap_mb=([0-9.]+)", row.text("notes"))
     if bucket and number_in(bucket[1], "bucket_cap_mb") > 0:
         changes["bucket_mbytes"] = float(bucket[1])
     if framework.name == "paxml":
@@ -174,7 +166,7 @@ def jobs_of(row: Row) -> list[PublishedJob]:
     stages, batch = row.whole("pp") or 1, row.whole("global_batch")
     if framework.stage_micro_batches and stages > 1 and row.whole("micro_batch") is None and batch is not None:
         size, rest = divmod(batch, stages * _degrees(row)["dp"])  # as the framework cuts where nothing is said
-        chunks = row.text("vp") or ("2" if "interleaved" in row.notes.lower() else "1")
+        chunks = row.text("vp") or ("2" if "interleaved" in row.text("notes").lower() else "1")
         row = row if rest else Row({**row.cells, "micro_batch": str(size), "vp": chunks})
     cells = open_cells(row, framework)
     if len(cells) > MOST_OPEN:

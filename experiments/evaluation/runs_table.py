@@ -178,13 +178,9 @@ class Row:
         return value
 
     @property
-    def notes(self) -> str:
-        return self.text("notes")
-
-    @property
     def suspect(self) -> bool:
         """Whether the collector of the row doubts it."""
-        return "SUSPECT" in self.notes
+        return "SUSPECT" in self.text("notes")
 
     @property
     def weak(self) -> bool:

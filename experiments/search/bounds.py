@@ -28,21 +28,8 @@ from stepsight.simulator.blocks.step import RankShape
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.durations.latency_model import LatencyModel, Seconds
 from stepsight.simulator.durations.segment_timing import Timer, launch_calls
-from stepsight.simulator.iteration.lower_bounds import (
-    Collectives,
-    PassKind,
-    Sharing,
-    Traffic,
-    block_seconds,
-    block_sizes,
-    in_flight,
-    is_split,
-    layer_counts,
-    placement_of,
-    stage_sums,
-    stage_times,
-    traffic,
-)
+from stepsight.simulator.iteration import lower_bounds as lower
+from stepsight.simulator.iteration.lower_bounds import Collectives, PassKind, Sharing, Traffic
 from stepsight.simulator.iteration.simulate import other_latency
 from stepsight.simulator.memory.peaks import states_of
 from stepsight.simulator.programs.sizes import groups_of, rank_shape
@@ -140,14 +127,14 @@ class ShapeTable:
         self.ids = {block.layout: self._number(block) for block in grid.blocks.values()}
         self.shapes = tuple(self._known)
         self.kinds = tuple(dict.fromkeys(kind for kind, _ in find_family(model.family).layer_kinds(model)))
-        split = any(is_split(sets["schedule"]) for each in options for sets in each["pipeline"].values())
+        split = any(lower.is_split(sets["schedule"]) for each in options for sets in each["pipeline"].values())
         parts = ("backward", *(("input",) if split else ()))
         passes = [PassKind(part, how, whole=False) for part in parts for how in self._recompute]
         if "full" in self._recompute:
             passes += [PassKind(part, "full", whole=True) for part in parts]
         self._passes = [PassKind("forward"), *passes, *([PassKind("weight")] if split else [])]
-        self._seconds = block_seconds(timer, self.shapes, self.kinds, self._passes)
-        self.numel, self._kept = block_sizes(self.shapes, self.kinds, self._recompute)
+        self._seconds = lower.block_seconds(timer, self.shapes, self.kinds, self._passes)
+        self.numel, self._kept = lower.block_sizes(self.shapes, self.kinds, self._recompute)
 
     def _number(self, block: Block) -> Ids:
         options = block.options
@@ -170,7 +157,7 @@ class ShapeTable:
 
     def counts(self, parts: int, every: int) -> tuple[Floats, Floats]:
         """Number of blocks of each part of the model, and how many are recomputed."""
-        return layer_counts(self.shapes[0], parts, self.kinds, every)
+        return lower.layer_counts(self.shapes[0], parts, self.kinds, every)
 
     def part_seconds(self, ids: Ids, part: str, how: str, parts: int, every: int) -> Floats:
         """The least seconds of a pass through each of ``parts`` parts of the model, of the computation and of the
@@ -239,8 +226,8 @@ class _BlockBounds:
         sent: dict[Any, Traffic] = {}
         out = []
         for size, schedule, chunks in self._pipelines:
-            place = (chunks, placement_of(schedule, self._layout.pp))
-            if (key := (*place, is_split(schedule))) not in computed:
+            place = (chunks, lower.placement_of(schedule, self._layout.pp))
+            if (key := (*place, lower.is_split(schedule))) not in computed:
                 stages = [self._computed(schedule, chunks, *how) for how in self._recompute]
                 computed[key] = np.stack(stages, axis=1)  # m r s o fully d
             if place not in sent:
@@ -259,13 +246,13 @@ class _BlockBounds:
 
         forward, backward = seconds("forward"), seconds("backward")
         to_input = backward
-        if is_split(schedule):  # a schedule that splits some backwards may run others whole
+        if lower.is_split(schedule):  # a schedule that splits some backwards may run others whole
             halves = seconds("input")
             to_input, backward = np.minimum(halves, backward), np.minimum(halves + seconds("weight"), backward)
         if stages > 1:  # the host starts each pass together with the computation, and the slower one decides
             forward, to_input, backward = (values.max(axis=0) for values in (forward, to_input, backward))
         many = self._many[:, None, None, None]
-        times = stage_times(placement_of(schedule, stages), stages, many, (forward, to_input, backward))
+        times = lower.stage_times(lower.placement_of(schedule, stages), stages, many, (forward, to_input, backward))
         return times if stages > 1 else np.asarray(times.max(axis=0))
 
     def _sent(self, chunks: int, placement: str) -> Traffic:
@@ -273,7 +260,7 @@ class _BlockBounds:
         counts = self._stage_counts(chunks, placement)
         numel = self._table.numel[int(self._ids.flat[0])]
         sizes = counts[:, :-2], numel[:-2], counts @ numel
-        found = [[traffic(one, self._collectives, *sizes) for one in shared] for shared in self._zeros]
+        found = [[lower.traffic(one, self._collectives, *sizes) for one in shared] for shared in self._zeros]
         return Traffic(*np.moveaxis(np.array(found), 2, 0))
 
     def _stage_counts(self, chunks: int, placement: str) -> Floats:
@@ -281,13 +268,13 @@ class _BlockBounds:
         counts, _ = self._table.counts(self._layout.pp * chunks, 1)
         if placement == "any":
             return np.zeros((self._layout.pp, counts.shape[1]))
-        return stage_sums(counts.T, placement, self._layout.pp).T
+        return lower.stage_sums(counts.T, placement, self._layout.pp).T
 
     def peak_bytes(self) -> Floats:
         """Lower bounds of peak memory, shape ``(p, z, r, s, o)``."""
         out, held = [], {}
         for size, schedule, chunks in self._pipelines:
-            place = placement_of(schedule, self._layout.pp)
+            place = lower.placement_of(schedule, self._layout.pp)
             if (chunks, place) not in held:
                 held[chunks, place] = self._held(chunks, place)
             states, gradients, late = (values[:, None, None] for values in held[chunks, place])  # z 1 1 o d
@@ -313,11 +300,14 @@ class _BlockBounds:
     def _kept(self, size: int, schedule: str, chunks: int) -> Floats:
         """Bytes of activations that each stage keeps at some moment, shape ``(r, s, o, 2, d)``."""
         stages, ids = self._layout.pp, self._ids[size]
-        flying = in_flight(schedule, stages, int(self._many[size]), chunks)
+        flying = lower.in_flight(schedule, stages, int(self._many[size]), chunks)
         found = []
         for kind, every, offload in self._recompute:
             kept = self._table.kept_bytes(ids[..., offload], kind, stages * chunks, every)
-            if placement_of(schedule, stages) == "loop" and self._zeros[0][0].semantics.overlap.runtime != "torch":
+            if (
+                lower.placement_of(schedule, stages) == "loop"
+                and self._zeros[0][0].semantics.overlap.runtime != "torch"
+            ):
                 found.append((kept.reshape(*kept.shape[:-1], chunks, stages) * flying.T).sum(axis=-2))
             else:
                 found.append(np.zeros((*kept.shape[:-1], stages)))

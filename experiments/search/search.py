@@ -19,20 +19,11 @@ from stepsight.dataset.base.files import digest
 from stepsight.dataset.configs.formats import write_config
 from stepsight.dataset.job.job import Job, JobLike
 from stepsight.experiments.reports.text_table import NotebookBar
+from stepsight.experiments.search import sharding
 from stepsight.experiments.search.bounds import Bounds, grid_bounds
 from stepsight.experiments.search.choices import MOST_RIVALS, Choice, SearchResult, by_expected_regret, find_rivals
 from stepsight.experiments.search.settings import REGRET, Goal, Scenarios, SearchSettings, Seconds, Space
-from stepsight.experiments.search.sharding import (
-    BASELINES,
-    FULL,
-    ExpertLoads,
-    PlacementCosts,
-    baseline_places,
-    has_torchrec,
-    placed,
-    search_places,
-)
-from stepsight.experiments.search.sharding import TRIALS as PLACEMENTS
+from stepsight.experiments.search.sharding import ExpertLoads
 from stepsight.experiments.search.strategies import VARIED, Grid, scenario_jobs, strategies
 from stepsight.experiments.search.study import Evaluations, MapFn, ask_mapped
 from stepsight.simulator.memory import estimate_memory
@@ -162,16 +153,18 @@ def _search_sharding(job: Job, asked: _Asked) -> SearchResult:
     own = predicted(job)
     goal.scale(job)
     assert own.prediction is not None
-    costs = PlacementCosts(job, own.prediction.latency)
+    costs = sharding.PlacementCosts(job, own.prediction.latency)
     timeout_s = math.inf if settings.timeout_s is None else settings.timeout_s
-    found, judged = search_places(costs, settings.trials or PLACEMENTS, settings.seed, timeout_s, asked.on_trial)
-    best = [places for places in found[: max(settings.top, FULL)] if costs.fits(costs.loads(places))]
-    choices = [own, *(predicted(placed(job, places)) for places in best)]
+    found, judged = sharding.search_places(
+        costs, settings.trials or sharding.TRIALS, settings.seed, timeout_s, asked.on_trial
+    )
+    best = [places for places in found[: max(settings.top, sharding.FULL)] if costs.fits(costs.loads(places))]
+    choices = [own, *(predicted(sharding.placed(job, places)) for places in best)]
     baselines = dict[str, float | None]()
-    for name in (*BASELINES, *(["torchrec"] if has_torchrec() else [])):
+    for name in (*sharding.BASELINES, *(["torchrec"] if sharding.has_torchrec() else [])):
         baselines[name] = None
         with suppress(StepsightError):
-            choice = predicted(placed(job, baseline_places(job, name)))
+            choice = predicted(sharding.placed(job, sharding.baseline_places(job, name)))
             baselines[name] = choice.timed[0] if choice.fits else None
     distinct = {choice.seconds: choice for choice in choices[::-1]}  # the same placement of ranks by other numbers
     ranked = sorted(distinct.values(), key=lambda choice: choice.rank(goal))
@@ -407,16 +400,14 @@ def best_expressed(
     strategies with placed experts, are not looked through.  Returned with it: whether all legal ones were considered.
     """
     found = next((each for each in result.choices if each.fits and expresses(to, each.job)), None)
-    if found is result.best:
-        return found, True
-    if result.legal > MOST_LEGAL or result.expert_loads is not None:
-        return found, False
+    if found is result.best or result.legal > MOST_LEGAL or result.expert_loads is not None:
+        return found, found is result.best
     best = result.best.job
     even = replace(best, parallel=replace(best.parallel, stage_layers=()))
     jobs = [job for job in strategies(even, Space.of(space)) if expresses(to, job)]
-    known = [] if found is None else [found]
+    known: list[Choice | None] = [found]
     if jobs:
         answers = ask_many(jobs, predictor, only_fitting=True)
-        choices = Choice.of_answers(jobs, answers, lambda job: predict(job, predictor))
-        known += [choice for choice in choices if choice.fits]
-    return min(known, key=lambda choice: choice.rank(result.goal), default=None), True
+        known += Choice.of_answers(jobs, answers, lambda job: predict(job, predictor))
+    fitting = [choice for choice in known if choice is not None and choice.fits]
+    return min(fitting, key=lambda choice: choice.rank(result.goal), default=None), True

@@ -24,33 +24,10 @@ from stepsight.dataset.base.bounded import read_file, reason
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.job import sharding as rules
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.model_spec import TableSpec
-from stepsight.dataset.job.sharding import (
-    AUTO,
-    COLUMN,
-    MOVED,
-    NARROWEST,
-    PARAMETERS,
-    REPLICATED,
-    STATES,
-    TABLE,
-    Floats,
-    Ranks,
-    TablePlacement,
-    add_shards,
-    held_bytes,
-    least_busy,
-    loads_of,
-    placement_words,
-    placements_of,
-    rank_tables,
-    ruled_kinds,
-    shard_amounts,
-    shard_lookup,
-    table_names,
-    table_seconds,
-)
+from stepsight.dataset.job.sharding import COLUMN, MOVED, REPLICATED, TABLE, Floats, Ranks, TablePlacement
 from stepsight.dataset.job.sharding_plans import placements_in
 from stepsight.dataset.kinds.op import Collective
 from stepsight.simulator.blocks.dlrm import both_ways
@@ -71,8 +48,8 @@ class PlacementCosts:
         self.capacity = latency.hardware.memory_bytes - latency.hardware.reserved_bytes
         self.ranks = self._timed(job.table_ranks)
         self._known = dict[tuple[Any, ...], Floats]()
-        whole = [shard_amounts(table, TABLE, 1, "hbm", self.ranks, self._spec) for table in self.tables]
-        roomy = sum(one[PARAMETERS] + one[STATES] for one in whole) < 0.75 * self.capacity * self.ranks.num
+        whole = [rules.shard_amounts(table, TABLE, 1, "hbm", self.ranks, self._spec) for table in self.tables]
+        roomy = sum(one[rules.PARAMETERS] + one[rules.STATES] for one in whole) < 0.75 * self.capacity * self.ranks.num
         own = self._spec.location
         self._places = (own,) if roomy or own != "hbm" else ("hbm", "uvm")
 
@@ -95,8 +72,10 @@ class PlacementCosts:
 
     def ways(self, table: TableSpec) -> list[Way]:
         """The ways in which a table may be sharded; in ``uvm`` only where the devices cannot hold all tables."""
-        kinds = dict.fromkeys(ruled_kinds(table, replace(self._spec, rule=AUTO), self.ranks))
-        widths = [n for n in (2, 4, 8) if table.dim % n == 0 and table.dim // n >= NARROWEST and n <= self.ranks.num]
+        kinds = dict.fromkeys(rules.ruled_kinds(table, replace(self._spec, rule=rules.AUTO), self.ranks))
+        widths = [
+            n for n in (2, 4, 8) if table.dim % n == 0 and table.dim // n >= rules.NARROWEST and n <= self.ranks.num
+        ]
         kinds |= dict.fromkeys((COLUMN, n) for n in widths)
         return [(kind, max(shards, 1), place) for kind, shards in kinds for place in self._places]
 
@@ -104,25 +83,25 @@ class PlacementCosts:
         """``shard_amounts``, but what lookups move is as much as takes their seconds."""
         key = table, kind, shards, location
         if key not in self._known:
-            look = shard_lookup(*key, self.ranks, self._spec)
+            look = rules.shard_lookup(*key, self.ranks, self._spec)
             ops = [op for way in both_ways(look) for op in way]
             seconds = float(self._latency.op_seconds(ops).sum())
             latency_s = len(ops) * self._latency.hardware.op_latency_s  # tables of one rank share a call
-            self._known[key] = shard_amounts(*key, self.ranks, self._spec).copy()
+            self._known[key] = rules.shard_amounts(*key, self.ranks, self._spec).copy()
             self._known[key][MOVED] = max(seconds - latency_s, 0.1 * seconds) / self.ranks.memory_s
         return self._known[key]
 
     def loads(self, places: Sequence[TablePlacement]) -> Floats:
         """Amounts of every rank, shape ``(num_ranks, QUANTITIES)``."""
-        return loads_of(self.tables, places, self.ranks, self._spec, self.amounts)
+        return rules.loads_of(self.tables, places, self.ranks, self._spec, self.amounts)
 
     def fits(self, loads: Floats) -> bool:
         """Whether the tables of every rank fit its device."""
-        return float(held_bytes(loads)) <= self.capacity
+        return float(rules.held_bytes(loads)) <= self.capacity
 
     def seconds(self, loads: Floats) -> float:
         """Seconds that a placement decides; infinite if a rank's tables do not fit."""
-        return float(table_seconds(loads, self.ranks)) if self.fits(loads) else math.inf
+        return float(rules.table_seconds(loads, self.ranks)) if self.fits(loads) else math.inf
 
 
 def baseline_places(job: Job, name: str, seed: int = 0) -> tuple[TablePlacement, ...]:
@@ -133,7 +112,7 @@ def baseline_places(job: Job, name: str, seed: int = 0) -> tuple[TablePlacement,
     if name == "torchrec":
         return planner_places(job)
     tables, ranks, location = job.model.tables, job.table_ranks, job.sharding.location
-    names = table_names(tables)
+    names = rules.table_names(tables)
     size = np.array([float(table.rows * table.dim) for table in tables])
     looks = np.array([table.pooling * table.dim for table in tables])
     costs = {"size-greedy": size / size.sum(), "lookup-greedy": looks / looks.sum()}
@@ -157,8 +136,11 @@ def search_places(
     some time, best first, and how many were judged.
     """
     job, random, begin = costs.job, np.random.default_rng(seed), time.monotonic()
-    free = replace(job.sharding, tables=(), plan="", rule=AUTO)
-    starts = [placements_of(costs.tables, job.sharding, costs.ranks), placements_of(costs.tables, free, costs.ranks)]
+    free = replace(job.sharding, tables=(), plan="", rule=rules.AUTO)
+    starts = [
+        rules.placements_of(costs.tables, job.sharding, costs.ranks),
+        rules.placements_of(costs.tables, free, costs.ranks),
+    ]
     starts += [baseline_places(job, name) for name in BASELINES]
     loads = [costs.loads(places) for places in starts]
     judged = [costs.seconds(one) for one in loads]
@@ -172,7 +154,9 @@ def search_places(
         place = _moved(costs, current[at], ways[at], total, random)
         tried = total.copy()
         for one, sign in ((current[at], -1.0), (place, 1.0)):
-            add_shards(tried, sign * costs.amounts(costs.tables[at], one.kind, one.shards, one.location), one.ranks)
+            rules.add_shards(
+                tried, sign * costs.amounts(costs.tables[at], one.kind, one.shards, one.location), one.ranks
+            )
         seconds = costs.seconds(tried)
         count += 1
         if seconds <= now * (1.0 + warmth * float(random.random())) or math.isinf(now):
@@ -194,7 +178,7 @@ def _moved(
     elif kind in (TABLE, COLUMN) and random.random() < 0.5:
         own = tuple(sorted(random.choice(ranks.num, min(shards, ranks.num), replace=False).tolist()))
     else:
-        own = least_busy(total[:, MOVED] * (1.0 + 0.05 * random.random(ranks.num)), kind, shards, ranks)
+        own = rules.least_busy(total[:, MOVED] * (1.0 + 0.05 * random.random(ranks.num)), kind, shards, ranks)
     return TablePlacement(name=place.name, kind=kind, ranks=own, location=location)
 
 
@@ -208,10 +192,10 @@ def sharding_facts(job: Job) -> dict[str, Any]:
     words, and what the slowest rank looks up over the mean.
     """
     tables, ranks = job.model.tables, job.table_ranks
-    places = placements_of(tables, job.sharding, ranks)
+    places = rules.placements_of(tables, job.sharding, ranks)
     stated = {**asdict(job.sharding), "tables": [{**asdict(place), "ranks": list(place.ranks)} for place in places]}
-    share = rank_tables(tables, places, ranks, job.sharding).mean_share
-    return {"sharding": stated, "placement": placement_words(places), "imbalance": 1.0 / share}
+    share = rules.rank_tables(tables, places, ranks, job.sharding).mean_share
+    return {"sharding": stated, "placement": rules.placement_words(places), "imbalance": 1.0 / share}
 
 
 def has_torchrec() -> bool:
@@ -239,7 +223,7 @@ def planner_places(job: Job, kinds: Sequence[str] = ()) -> tuple[TablePlacement,
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
     ranks, facts = job.table_ranks, find_hardware(job.cluster.hardware)
-    named = dict(zip(table_names(job.model.tables), job.model.tables, strict=True))
+    named = dict(zip(rules.table_names(job.model.tables), job.model.tables, strict=True))
     types = [kind.replace("-", "_") for kind in kinds] or None
     constraints = {
         name: ParameterConstraints(pooling_factors=[table.pooling], num_poolings=[1.0], sharding_types=types)

@@ -28,28 +28,13 @@ from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.studies.study import Options, Row, Study
-from stepsight.features.node_features import (
-    NUMBERS,
-    RELATIONS,
-    SegmentGraph,
-    node_feature_names,
-    node_features,
-    topology,
-)
+from stepsight.features import node_features as features
+from stepsight.features.node_features import RELATIONS, SegmentGraph
 from stepsight.gnn.context_model import BOUND, mean_network
 from stepsight.gnn.contexts import FORMS, OwnContext
 from stepsight.training.collectives.collective_models import fit_collectives
-from stepsight.training.context.fit_context import (
-    ITERATION_WEIGHT,
-    Example,
-    Measured,
-    Taught,
-    iteration_times,
-    joined,
-    measured_runs,
-    node_weights,
-    op_error,
-)
+from stepsight.training.context import fit_context
+from stepsight.training.context.fit_context import Example, Measured, Taught
 from stepsight.training.context.learn_context import AUTO, hold_back, standard_error
 from stepsight.training.fitting.train_runs import measured_hardware
 from stepsight.training.kernels.kernel_models import fit_kernels
@@ -96,7 +81,7 @@ def runs_task(folder: Path) -> Task:
     predictor, runs = _regressors(_collections(folder))
     names = [run.name for run in runs]
     fitted = predictor, predictor.left_out
-    seen, unseen = (dict(zip(names, measured_runs(runs, each), strict=True)) for each in fitted)
+    seen, unseen = (dict(zip(names, fit_context.measured_runs(runs, each), strict=True)) for each in fitted)
 
     def split(held: frozenset[str]) -> Split:
         teach = [name for name in names if name not in held]
@@ -118,7 +103,7 @@ def cluster_task(folder: Path) -> Task:
     found = [run for each in _collections(folder / "judge") for run in read_collection(each).runs]
     spread = lambda run: (max(run.step_seconds) - min(run.step_seconds)) / run.iteration_time_s
     large = {run.name: MeasuredRun(run, ()) for run in sorted(found, key=spread, reverse=True) if run.whole}
-    seen, unseen = (measured_runs(small, each) for each in (predictor, predictor.left_out))
+    seen, unseen = (fit_context.measured_runs(small, each) for each in (predictor, predictor.left_out))
     split = Split(seen, unseen, {}, list(large.values()), predictor)
     about = "iterations of 8 and 16 ranks in boxes, learned from at most 4; the steadiest run of a job judges"
     return Task("cluster", about, {name: name for name in large}, lambda held: split, is_fixed=True)
@@ -158,11 +143,11 @@ def roofline(graph: SegmentGraph, alone: Array) -> Array:
 
 def rows_of(graph: SegmentGraph, alone: Array, relations: Sequence[str]) -> Array:
     """Features of each node; and, by relation and direction, the number of neighbours and the mean of what they are."""
-    own = node_features(graph, alone)
+    own = features.node_features(graph, alone)
     parts = [own]
-    edges = topology(graph.program).edges if relations else {}
+    edges = features.topology(graph.program).edges if relations else {}
     for relation in relations:
-        told = own if relation == "stream_order" else own[:, -len(NUMBERS) :]
+        told = own if relation == "stream_order" else own[:, -len(features.NUMBERS) :]
         for near, far in ((1, 0), (0, 1)):
             count = np.bincount(edges[relation][near], minlength=len(own))[:, None]
             total = np.zeros((len(own), told.shape[1]))
@@ -175,10 +160,10 @@ def fit_tree_context(split: Split, seed: int, relations: tuple[str, ...]) -> tup
     """Train trees on features of nodes and of their neighbours along some relations; they learn from nodes, and from
     iterations, whose error each node on the critical path has.
     """
-    begin, (examples, wholes) = time.process_time(), joined(split.seen)
+    begin, (examples, wholes) = time.process_time(), fit_context.joined(split.seen)
     known = [each for each in examples if each.known.any()]
     rows = [rows_of(e.graph, e.alone, relations)[e.known] for e in known]
-    targets, weights = [each.target[each.known] for each in known], [node_weights(examples)]
+    targets, weights = [each.target[each.known] for each in known], [fit_context.node_weights(examples)]
     weights[0] = weights[0] / max(float(weights[0].sum()), 1e-12)
     for whole in wholes:
         alone, bounds = whole.iteration.alone, whole.iteration.bounds
@@ -187,9 +172,12 @@ def fit_tree_context(split: Split, seed: int, relations: tuple[str, ...]) -> tup
         hardware = whole.iteration.latency.hardware
         rows += [rows_of(SegmentGraph(program, hardware, whole.busy), part, relations) for program, part in parts]
         targets.append(np.full(len(alone), np.log(whole.measured_s / seconds)))
-        weights.append(ITERATION_WEIGHT * counts * alone / seconds / len(wholes))
+        weights.append(fit_context.ITERATION_WEIGHT * counts * alone / seconds / len(wholes))
     target, weight, found = map(np.concatenate, (targets, weights, rows))
-    names = (*node_feature_names(), *(f"neighbour{n}" for n in range(found.shape[1] - len(node_feature_names()))))
+    names = (
+        *features.node_feature_names(),
+        *(f"neighbour{n}" for n in range(found.shape[1] - len(features.node_feature_names()))),
+    )
     grown = fit_trees(found, np.clip(target, -BOUND, BOUND), names, seed, weight / weight.mean() + 1e-9)
 
     def context(graph: SegmentGraph, alone: Array) -> Array:
@@ -238,10 +226,10 @@ def judge(task: Task, seeds: int, folds: int, teach: int = 0) -> Row:
                 own.fit_s.append(took)
                 for name, examples in split.judged.items():
                     begin = time.process_time()
-                    own.ops[seed, place[name]] = np.log1p(op_error(examples, context) / 100)
+                    own.ops[seed, place[name]] = np.log1p(fit_context.op_error(examples, context) / 100)
                     own.answer_s.append((time.process_time() - begin) / max(len(examples), 1))
                 if split.runs and split.predictor is not None:
-                    times = iteration_times(split.runs, replace(split.predictor, context=context))
+                    times = fit_context.iteration_times(split.runs, replace(split.predictor, context=context))
                     for run, seconds in zip(split.runs, times.tolist(), strict=True):
                         error = abs(np.log(seconds / run.manifest.iteration_time_s))
                         own.iterations[seed, place[run.name]] = error

@@ -14,11 +14,11 @@ from stepsight.dataset.base.files import read_json
 from stepsight.dataset.harness.plan.plan_checks import MOST_CPU
 from stepsight.dataset.job.job import BatchSpec, Job, ParallelSpec
 from stepsight.dataset.runs.run_folder import read_collection
-from stepsight.dataset.runs.run_manifest import Box, RunManifest
+from stepsight.dataset.runs.run_manifest import Box
 from stepsight.experiments.reports.text_table import Column, table_of
 from stepsight.experiments.tasks.collecting import available_ranks, plan_in_box, run_plan
 from stepsight.training.measured.planning import as_the_harness_runs, collectable, make_plan, run_name
-from stepsight.training.prediction.prediction import Prediction, predict
+from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 
 ROLE = "verify"  # role of the runs: they never train a predictor
@@ -72,22 +72,16 @@ def verify(
     run_plan(plan, out, progress=progress)
     manifests = {manifest.name: manifest for manifest in read_collection(out)}
     not_run |= {name: why_no_run(out, name) for name in held if name not in manifests}
-    measured = [manifests[name] for name in held if name in manifests]
-    return _report([_row(manifest, predict(manifest.job, predictor)) for manifest in measured], not_run)
-
-
-def _row(manifest: RunManifest, prediction: Prediction) -> dict[str, Any]:
-    measured, medians = manifest.iteration_time_s, [median_high(steps) for steps in manifest.rounds]
-    return {
-        "name": manifest.job.name,
-        "predicted_s": prediction.iteration_time_s,
-        "low_s": prediction.low_s,
-        "high_s": prediction.high_s,
-        "measured_s": measured,
-        "spread_percent": 100 * (max(medians) / min(medians) - 1),
-        "error_percent": 100 * (prediction.iteration_time_s / measured - 1),
-        "inside_interval": prediction.low_s <= measured <= prediction.high_s,
-    }
+    rows = []
+    for manifest in (manifests[name] for name in held if name in manifests):
+        prediction, measured = predict(manifest.job, predictor), manifest.iteration_time_s
+        predicted, low, high = prediction.iteration_time_s, prediction.low_s, prediction.high_s
+        row = {"name": manifest.job.name, "predicted_s": predicted, "low_s": low, "high_s": high}
+        medians = [median_high(steps) for steps in manifest.rounds]
+        row |= {"measured_s": measured, "spread_percent": 100 * (max(medians) / min(medians) - 1)}
+        row |= {"error_percent": 100 * (predicted / measured - 1), "inside_interval": low <= measured <= high}
+        rows.append(row)
+    return _report(rows, not_run)
 
 
 def why_no_run(out: Path, name: str) -> str:

@@ -136,7 +136,9 @@ def test_fitted_rows_cannot_judge(tmp_path: Path) -> None:
     rows = series(8, 16)
     path = write_runs(tmp_path / "runs.csv", *rows)
     seen: Any = SimpleNamespace(
-        hardware=SimpleNamespace(name="a100-sxm-80gb"), manifest={"fitted_rows": [digest_of(rows[0])]}
+        hardware=SimpleNamespace(name="a100-sxm-80gb"),
+        manifest={"fitted_rows": [digest_of(rows[0])]},
+        kernels_asked=lambda job: None,
     )
     with pytest.raises(PredictorError, match="cannot judge it, got row 8 of lab"):
         score(rows[0], lambda hardware: seen)
