@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -197,9 +195,8 @@ class OnnxReader(ModelReader):
             return False
         else:
             try:
-                found = onnx.reference.ReferenceEvaluator(node).run(
-                    None, {name: self.constants[name] for name in reads}
-                )
+                given = {name: self.constants[name] for name in reads}
+                found = onnx.reference.ReferenceEvaluator(node).run(None, given)
             except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
                 return False  # an op that the library does not compute
         for name, value in zip(writes, found, strict=False):
@@ -251,31 +248,45 @@ class OnnxReader(ModelReader):
         return tuple(index)
 
     def kernels(self, node: Any, shapes: Mapping[str, Shape]) -> tuple[Sequence[Op | None], str]:
-        sizes, settings = [shapes.get(name, ()) for name in node.input], _settings(node)
+        kind, given, sizes = node.op_type, _settings(node), [shapes.get(name, ()) for name in node.input]
         writes = [name for name in node.output if name]
-        result = shapes.get(writes[0], ())
         if not sizes:
             return [], ""
+        first, result = sizes[0], shapes.get(writes[0], ())
         dtype, weight = _TYPES.get(self._types.get(node.input[0] or writes[0], 1), _TYPES[1])
-        table = self.parameters if len(sizes[0]) == 2 else ()
-        if node.op_type == "Gather" and self.same.get(node.input[0], node.input[0]) in table:
-            return [Op("embedding", (max(math.prod(sizes[1]), 1), sizes[0][1], sizes[0][0]), dtype)], ""
-        if node.op_type == "Attention" and node.domain == "com.microsoft":  # with projections of q, k and v
-            part = [*sizes[0][:-1], sizes[1][-1] // 3]
-            return [matrix_product(sizes[0], sizes[1], dtype), _heads(settings, [part, part], result, dtype)], ""
-        if node.op_type == "SkipLayerNormalization":
-            return [streamed("add", sizes[0], dtype), _layer_norm({}, sizes, result, dtype)], ""
-        if node.op_type in _GATES:
-            directions, hidden = sizes[2][0], sizes[2][-1]
-            return [Op("recurrent", (*sizes[0], hidden, _GATES[node.op_type]), dtype)] * min(directions, 2), ""
-        if node.op_type in _SPECIAL:
-            return [_SPECIAL[node.op_type](settings, sizes, result, dtype)], ""
-        kind = _STREAMED.get(node.op_type)
-        largest = max([*sizes, result] if kind in ("reduce", None) else [result, sizes[0]], key=math.prod)
+        match kind:
+            case "Gather" if len(first) == 2 and self.same.get(node.input[0], node.input[0]) in self.parameters:
+                return [Op("embedding", (max(math.prod(sizes[1]), 1), first[1], first[0]), dtype)], ""
+            case "Attention" if node.domain == "com.microsoft":  # with projections of q, k and v
+                part = [*first[:-1], sizes[1][-1] // 3]
+                return [matrix_product(first, sizes[1], dtype), _heads(given, part, part, dtype)], ""
+            case "Attention" | "MultiHeadAttention" | "GroupQueryAttention":
+                return [_heads(given, first, sizes[1] or first, dtype)], ""
+            case "SkipLayerNormalization":
+                return [streamed("add", first, dtype), rows_of("layer_norm", first, dtype)], ""
+            case "LSTM" | "GRU" | "RNN":
+                gates, directions = {"LSTM": 4, "GRU": 3, "RNN": 1}[kind], min(sizes[2][0], 2)
+                return [Op("recurrent", (*first, sizes[2][-1], gates), dtype)] * directions, ""
+            case "MatMul" | "Gemm" | "FusedMatMul":
+                left = first[::-1] if given.get("transA") else first
+                return [matrix_product(left, sizes[1], dtype, transposed=bool(given.get("transB")))], ""
+            case "Conv" | "ConvTranspose":
+                return [_convolution(kind, given.get("group") or 1, (first, sizes[1], result), dtype)], ""
+            case "Softmax" | "LogSoftmax":
+                return [rows_of("softmax", first, dtype)], ""
+            case _ if kind in _NORMS or kind in ("GroupNormalization", "InstanceNormalization"):
+                hidden = math.prod(first[given.get("axis", -1) :])
+                return [rows_of(_NORMS.get(kind, "layer_norm"), first, dtype, hidden)], ""
+            case "BatchNormalization":
+                return [Op("batch_norm", (math.prod(first) // sizes[1][0], sizes[1][0]), dtype)], ""
+            case "MaxPool" | "AveragePool" | "GlobalAveragePool" | "GlobalMaxPool":
+                return [Op("pool", (math.prod(first[:2]), math.prod(first[2:]), math.prod(result[2:])), dtype)], ""
+        known = _STREAMED.get(kind)
+        largest = max([*sizes, result] if known in ("reduce", None) else [result, first], key=math.prod)
         elements = [max(int(math.prod(largest) * weight), 1)]
-        if kind == "cast" and dtype not in ("fp16", "bf16"):
-            dtype, kind = "fp32", "elementwise"
-        return [streamed(kind or "elementwise", elements, dtype)], "" if kind else node.op_type
+        if known == "cast" and dtype not in ("fp16", "bf16"):
+            dtype, known = "fp32", "elementwise"
+        return [streamed(known or "elementwise", elements, dtype)], "" if known else kind
 
 
 def _settings(node: Any) -> Mapping[str, Any]:
@@ -285,54 +296,20 @@ def _settings(node: Any) -> Mapping[str, Any]:
     return {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
 
 
-_Settings = Mapping[str, Any]
-_Shapes = Sequence[Shape]
-
-
-def _convolution(
-    settings: _Settings, shapes: _Shapes, result: Shape, dtype: str, *, transposed: bool = False
-) -> Op | None:
-    (image, weight), groups = shapes[:2], settings.get("group") or 1
-    ins, outs = (weight[0] // groups, weight[1] * groups) if transposed else (weight[1], weight[0])
+def _convolution(kind: str, groups: int, shapes: Sequence[Shape], dtype: str) -> Op:
+    """Of an image, a weight and a result."""
+    image, weight, result = shapes
+    ins, outs = (weight[0] // groups, weight[1] * groups) if kind == "ConvTranspose" else (weight[1], weight[0])
     if image[1] != ins * groups:
         raise ValueError(f"a convolution's input must have {ins * groups} channels, as its weight, got {image[1]}")
     positions, window = (math.prod(result[2:]), math.prod(image[2:])), math.prod(weight[2:])
     return Op("conv", (image[0], ins, outs, positions[0], window, groups, positions[1], len(image) - 2), dtype)
 
 
-def _layer_norm(
-    settings: _Settings, shapes: _Shapes, result: Shape, dtype: str, *, name: str = "layer_norm"
-) -> Op | None:
-    return rows_of(name, shapes[0], dtype, math.prod(shapes[0][settings.get("axis", -1) :]))
-
-
-def _heads(settings: _Settings, shapes: _Shapes, result: Shape, dtype: str) -> Op | None:
+def _heads(given: Mapping[str, Any], q: Shape, k: Shape, dtype: str) -> Op | None:
     """Attention of ``[batch, heads, length, dim]``, or ``[batch, length, heads * dim]`` with numbers of heads."""
-    q, k = shapes[0], shapes[1] or shapes[0]
-    heads = settings.get("q_num_heads") or settings.get("num_heads") or 1
-    of_keys = settings.get("kv_num_heads") or heads
+    heads = given.get("q_num_heads") or given.get("num_heads") or 1
+    of_keys = given.get("kv_num_heads") or heads
     if len(q) == 3:
         q, k = ([each[0], many, each[1], each[2] // many] for each, many in ((q, heads), (k, of_keys)))
-    return attention(q, k, dtype, causal=bool(settings.get("is_causal") or settings.get("unidirectional")))
-
-
-_GATES = MappingProxyType({"LSTM": 4, "GRU": 3, "RNN": 1})
-# The kernel of a node, from its settings, the shapes of its inputs and of its first output, and its type.
-_MAKERS: dict[str, Callable[[_Settings, _Shapes, Shape, str], Op | None]] = {
-    "MatMul Gemm FusedMatMul": lambda given, shapes, result, dtype: matrix_product(
-        shapes[0][::-1] if given.get("transA") else shapes[0], shapes[1], dtype, transposed=bool(given.get("transB"))
-    ),
-    "Conv": _convolution,
-    "ConvTranspose": partial(_convolution, transposed=True),
-    "LayerNormalization GroupNormalization InstanceNormalization": _layer_norm,
-    "RMSNormalization SimplifiedLayerNormalization": partial(_layer_norm, name="rms_norm"),
-    "Softmax LogSoftmax": lambda given, shapes, result, dtype: rows_of("softmax", shapes[0], dtype),
-    "BatchNormalization": lambda given, shapes, result, dtype: Op(
-        "batch_norm", (math.prod(shapes[0]) // shapes[1][0], shapes[1][0]), dtype
-    ),
-    "MaxPool AveragePool GlobalAveragePool GlobalMaxPool": lambda given, shapes, result, dtype: Op(
-        "pool", (math.prod(shapes[0][:2]), math.prod(shapes[0][2:]), math.prod(result[2:])), dtype
-    ),
-    "Attention MultiHeadAttention GroupQueryAttention": _heads,
-}
-_SPECIAL = MappingProxyType({name: maker for names, maker in _MAKERS.items() for name in names.split()})
+    return attention(q, k, dtype, causal=bool(given.get("is_causal") or given.get("unidirectional")))
