@@ -181,21 +181,19 @@ class CapturedRank:
 
 def graph_of_record(record: dict[str, Any], local_size: int) -> CapturedRank:
     """Classify the calls that a process recorded, and connect its nodes by their dependencies."""
-    nodes = _Nodes(record, local_size)
-    work, known, group, place = nodes.columns
+    works, (work, known, group, place) = _works(record, local_size)
     _, first = np.unique(place, return_index=True)  # the first part of each node
-    count = len(first)
     rows = np.array(record["nodes"], dtype=np.int64).reshape(-1, 8)[first]
-    columns = {name: np.zeros(count, dtype=np.int64) for name in NODE_COLUMNS}
+    columns = {name: np.zeros(len(first), dtype=np.int64) for name in NODE_COLUMNS}
     given = {"kind": _KIND, "stream": _STREAM, "phase": _PHASE, "name": _NAME, "seq": _NUMBER}
     columns |= {name: rows[:, at] for name, at in given.items()}
-    columns["call"] = np.where(rows[:, _KIND] == OP, rows[:, _WORK], -1)
     columns |= {"work": work[first], "known": known[first], "group": group[first]}
+    columns["call"] = np.where(rows[:, _KIND] == OP, rows[:, _WORK], -1)
     edges = _edges(record, place, columns)
     graph = Program.of_columns(
         rank=record["rank"], world_size=record["world_size"], device=record.get("device", "cuda"),
         device_name="captured", columns=columns, edge_columns=dict(zip(EDGE_COLUMNS, edges.T, strict=True)),
-        streams=tuple(record["streams"]), names=tuple(record["names"]), works=tuple(nodes.works),
+        streams=tuple(record["streams"]), names=tuple(record["names"]), works=tuple(works),
         groups=tuple((name, tuple(ranks)) for name, ranks in record["groups"]), steps_s=np.zeros((1, 2)),
         warnings=tuple(record["notes"]), events=len(record["nodes"]),
     )  # fmt: skip
@@ -203,59 +201,55 @@ def graph_of_record(record: dict[str, Any], local_size: int) -> CapturedRank:
     return CapturedRank(graph, live_bytes, tuple(record["works"]))
 
 
-class _Nodes:
-    """The work of each node of a record.
+def _works(record: dict[str, Any], local_size: int) -> tuple[dict[Op | Collective, int], NDArray[np.int64]]:
+    """Distinct works of a record, numbered, and columns of its nodes.
 
-    Attributes:
-        works: Distinct signatures.
-        columns: Of each node of the record its work, whether that is known, its group, and the node of the graph that
-            it is (a part of); what is no work is a part of what came before it on its stream.
+    They are each node's work, whether that is known, its group, and the node of the graph that it is (a part of); what
+    is no work is a part of what came before it on its stream.
     """
+    works: dict[Op | Collective, int] = {}
+    scopes, forward = dict[int, Scope](), dict[int, tuple[int, ...]]()
+    plain: dict[int, tuple[Op | None, bool]] = {}
+    newest: dict[int, tuple[int, int, int]] = {}  # by stream: place, work, signature
+    found, places = list[tuple[int, bool, int, int]](), 0
 
-    def __init__(self, record: dict[str, Any], local_size: int) -> None:
-        self.works: dict[Op | Collective, int] = {}
-        self._scopes: dict[int, Scope] = {}
-        self._forward: dict[int, tuple[int, ...]] = {}
-        self._plain: dict[int, tuple[Op | None, bool]] = {}
-        newest: dict[int, tuple[int, int, int]] = {}  # by stream: place, work, signature
-        found, places = list[tuple[int, bool, int, int]](), 0
-        for row in record["nodes"]:
-            kind, number, stream = row[:3]
-            work: Op | Collective | None = None
-            known, group = True, -1
-            if kind == OP:
-                op, known = self._op(row, record["works"][number])
-                before = newest.get(stream, (-1, -1, -1))
-                in_parts = op is not None and op.record.in_parts and number != before[2]
-                if before[0] >= 0 and (op is None or (in_parts and self.works.get(op) == before[1])):
-                    found.append((-1, True, -1, before[0]))
-                    continue
-                work = op or intern_op("fill", (1,), "fp32")
-            elif kind == COLLECTIVE:
-                _, name, num_bytes, group = record["works"][number]
-                ranks = record["groups"][group][1]
-                nodes = len({rank // local_size for rank in ranks})
-                work = Collective(name, num_bytes, len(ranks), -(-len(ranks) // nodes))
-            signature = -1 if work is None else self.works.setdefault(work, len(self.works))
-            found.append((signature, known, group, places))
-            newest[stream] = places, signature, number
-            places += 1
-        self.columns = np.array(found, dtype=np.int64).reshape(-1, 4).T
-
-    def _op(self, row: list[int], signature: Any) -> tuple[Op | None, bool]:
+    def op_of(row: list[int], signature: Any) -> tuple[Op | None, bool]:
         evaluation, sequence = row[_EVALUATION], row[_SEQUENCE]
         if signature[0] == COMPOSITE:
             return intern_op(signature[1], tuple(signature[2]), signature[3]), all(signature[4:])
-        if evaluation < 0:
-            if row[_WORK] not in self._plain:
-                self._plain[row[_WORK]] = op_of_call(signature, Scope())
-            op, known = self._plain[row[_WORK]]
-            if op is not None and op.kind == "linear":
-                self._forward[sequence] = op.dims
-            return op, known
-        if evaluation not in self._scopes:
-            self._scopes[evaluation] = Scope("backward", self._forward.get(sequence, ()))
-        return op_of_call(signature, self._scopes[evaluation])
+        if evaluation >= 0:
+            if evaluation not in scopes:
+                scopes[evaluation] = Scope("backward", forward.get(sequence, ()))
+            return op_of_call(signature, scopes[evaluation])
+        if row[_WORK] not in plain:
+            plain[row[_WORK]] = op_of_call(signature, Scope())
+        op, known = plain[row[_WORK]]
+        if op is not None and op.kind == "linear":
+            forward[sequence] = op.dims
+        return op, known
+
+    for row in record["nodes"]:
+        kind, number, stream = row[:3]
+        work: Op | Collective | None = None
+        known, group = True, -1
+        if kind == OP:
+            op, known = op_of(row, record["works"][number])
+            before = newest.get(stream, (-1, -1, -1))
+            in_parts = op is not None and op.record.in_parts and number != before[2]
+            if before[0] >= 0 and (op is None or (in_parts and works.get(op) == before[1])):
+                found.append((-1, True, -1, before[0]))
+                continue
+            work = op or intern_op("fill", (1,), "fp32")
+        elif kind == COLLECTIVE:
+            _, name, num_bytes, group = record["works"][number]
+            ranks = record["groups"][group][1]
+            nodes = len({rank // local_size for rank in ranks})
+            work = Collective(name, num_bytes, len(ranks), -(-len(ranks) // nodes))
+        signature = -1 if work is None else works.setdefault(work, len(works))
+        found.append((signature, known, group, places))
+        newest[stream] = places, signature, number
+        places += 1
+    return works, np.array(found, dtype=np.int64).reshape(-1, 4).T
 
 
 def _edges(record: dict[str, Any], place: NDArray[np.int64], columns: dict[str, Any]) -> NDArray[np.int64]:
@@ -265,8 +259,8 @@ def _edges(record: dict[str, Any], place: NDArray[np.int64], columns: dict[str, 
     found = [np.column_stack([place[given[:, :2]], given[:, 2]])]
     for stream in range(len(record["streams"])):
         nodes = np.flatnonzero((columns["stream"] == stream) & (columns["kind"] != HOST))
-        kind = np.full(len(nodes) - 1 if len(nodes) else 0, WHY_NUMBER[Dependency.STREAM_ORDER])
-        found.append(np.stack([nodes[:-1], nodes[1:], kind], axis=1))
+        kind = np.full_like(nodes[1:], WHY_NUMBER[Dependency.STREAM_ORDER])
+        found.append(np.column_stack([nodes[:-1], nodes[1:], kind]))
     edges = np.concatenate(found)
     edges = edges[edges[:, 0] < edges[:, 1]]
     _, once = np.unique(edges[:, :2], axis=0, return_index=True)

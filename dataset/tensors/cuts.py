@@ -17,7 +17,7 @@ import numpy as np
 
 from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.tensors.calls import LINEAR, Factors, Layout, TensorCall, layout_of, no_ops
-from stepsight.dataset.tensors.ranks import FORWARD, SUM, Spec, Step, TensorStep, add_ops
+from stepsight.dataset.tensors.ranks import FORWARD, SUM, Spec, Step, TensorStep, add_ops, ops_of
 
 _OUTERS = (1, 3, 2)  # parts that a product may make at once: queries, keys and values; gate and up
 _LOOK_AHEAD = 64  # calls
@@ -39,7 +39,7 @@ class Cutting(Generic[Step]):
         self._products = frozenset(self._free)  # parameters whose columns may be cut
         self._arriving: dict[str, Spec] = {}  # inputs that no call has read yet
         self._producer: dict[str, TensorCall] = {}
-        self._is_gradient = {name: parameter for parameter, name in program.gradients.items()}
+        self._of_gradient = {name: parameter for parameter, name in program.gradients.items()}
         self._last = {name: place for place, call in enumerate(program.calls) for name in call.reads}
         self._layouts: dict[int, Layout] = {}
         if batch:
@@ -165,8 +165,8 @@ class Cutting(Generic[Step]):
             ]
             self._calls.append(replace(call, reads=sides[0], writes=sides[1], micro=late if micro is None else micro))
         for name in call.writes:
-            if name in self._is_gradient and self._specs[name] == SUM:
-                self._as(name, self._specs.get(self._is_gradient[name]), call)
+            if name in self._of_gradient and self._specs[name] == SUM:
+                self._as(name, self._specs.get(self._of_gradient[name]), call)
 
     def _name_parts(self, name: str, spec: Spec) -> None:
         """Shapes of the parts of a tensor."""
@@ -212,11 +212,11 @@ class Cutting(Generic[Step]):
             late = plain.micro if self._axis else self._count - 1
             self._calls.append(replace(joined, reads=tuple(parts), writes=(made,), micro=late))
             return
+        added = replace(plain, op="add", settings={}, ops=partial(add_ops, dtype=self._program.dtype))
         for micro in range(1, self._count):
             name = made if micro == self._count - 1 else f"{made} {micro}"
             self._shapes[name] = self._shapes[made]
-            self._calls.append(replace(plain, op="add", reads=(parts[0], parts[micro]), writes=(name,), micro=micro,
-                                       settings={}, ops=partial(add_ops, dtype=self._program.dtype)))  # fmt: skip
+            self._calls.append(replace(added, reads=(parts[0], parts[micro]), writes=(name,), micro=micro))
             parts[0] = name
 
     def _emit_pieces(self, plain: TensorCall, name: str, spec: Spec, made: str = "") -> None:
@@ -258,8 +258,8 @@ def staged(program: Step, stages: int) -> Step:
             sent = name if source == stage else f"{name} on stage {stage}"
             if home.setdefault(sent, stage) == stage and sent not in shapes:
                 shapes[sent] = shapes[name]
-                calls.append(replace(call, op="send", reads=(name,), writes=(sent,), settings={"to": stage}, ops=no_ops,
-                                     stage=source))  # fmt: skip
+                send = replace(call, op="send", reads=(name,), writes=(sent,), settings={"to": stage}, ops=no_ops)
+                calls.append(replace(send, stage=source))
             reads.append(sent)
         home |= dict.fromkeys(call.writes, stage)
         calls.append(replace(call, reads=tuple(reads), stage=stage))
@@ -270,12 +270,10 @@ def _stages(program: TensorStep, stages: int) -> list[int]:
     """The stage of each call of the file: of about equal FLOP, cut where little has to be sent."""
     count = max(call.origin for call in program.calls) + 1
     flops, crossing = np.zeros(count), np.zeros(count + 1)
-    first: dict[str, int] = {}
-    last: dict[str, int] = {}
+    first, last = dict[str, int](), dict[str, int]()
     for call in program.calls:
         if call.phase == FORWARD:
-            sides = [[program.shapes[name] for name in names] for names in (call.reads, call.writes)]
-            flops[call.origin] += sum(op.flops for op in call.ops(*sides))
+            flops[call.origin] += sum(op.flops for op in ops_of(program, call))
             first |= {name: call.origin for name in call.writes if name not in first}
             last |= dict.fromkeys(call.reads, call.origin)
     for name, origin in first.items():

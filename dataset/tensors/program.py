@@ -150,7 +150,30 @@ class TensorProgram(TensorStep):
         Raises:
             CaptureError: If a value is missing or is not numbers of its shape, or an op is not known.
         """
-        return run(self, values)
+        # A tensor of all ranks has their axes as leading dims.
+        sizes, home = tuple(self.axes.values()), dict[str, int]()
+        whole = [(size, None) for size in sizes]
+        held = {
+            name: _spread(value, [(self.axes[axis], spec) for axis, spec in self.laid.get(name, ())] or whole)
+            for name, value in {**self.constants, **_checked(self, values)}.items()
+        }
+        for call in self.calls:
+            away = [name for name in {*call.reads} - self.everywhere if home.setdefault(name, call.stage) != call.stage]
+            assert not away, f"{call.op} of stage {call.stage} reads {away} of other stages"
+            home |= dict.fromkeys(call.writes, call.settings.get("to", call.stage))
+            reads, made = [held[name] for name in call.reads], [self.shapes[name] for name in call.writes]
+            with named(f"{call.op} of {call.name!r:.80}"):
+                if call.op in ("all_reduce", "join", "piece") and call.settings.get("axis"):
+                    outputs = [_exchanged(call, reads[0], list(self.axes).index(call.settings["axis"]), len(sizes))]
+                else:
+                    ranks = [compute(call, [each[place] for each in reads], made) for place in np.ndindex(*sizes)]
+                    outputs = [np.stack(each).reshape(*sizes, *each[0].shape) for each in zip(*ranks, strict=True)]
+                for name, value, shape in zip(call.writes, outputs, made, strict=True):
+                    if value.shape != (*sizes, *shape):
+                        raise ValueError(f"{name} has the shape {value.shape[len(sizes) :]}, the file says {shape}")
+                    held[name] = value
+        laid = {name: [spec for _, spec in self.laid.get(name, ())] for name in self.outputs}
+        return {name: _assembled(held[tensor], laid[name]) for name, tensor in self.outputs.items()}
 
     def captured(self, devices_per_node: int = 8, name: str = "model") -> Captured:
         """The programs of the first rank of each pipeline stage, and their memory.
@@ -186,33 +209,6 @@ def read_model(
 
 _STEP = 1e-30  # along the imaginary axis: a derivative without cancellation
 _NORMS = ("softmax", "layer_norm", "rms_norm")
-
-
-def run(program: TensorStep, values: Mapping[str, Any]) -> dict[str, Array]:
-    """Compute the outputs from whole inputs and parameters; a tensor of all ranks has their axes as leading dims."""
-    sizes, home = tuple(program.axes.values()), dict[str, int]()
-    whole = [(size, None) for size in sizes]
-    held = {
-        name: _spread(value, [(program.axes[axis], spec) for axis, spec in program.laid.get(name, ())] or whole)
-        for name, value in {**program.constants, **_checked(program, values)}.items()
-    }
-    for call in program.calls:
-        away = [name for name in {*call.reads} - program.everywhere if home.setdefault(name, call.stage) != call.stage]
-        assert not away, f"{call.op} of stage {call.stage} reads {away} of other stages"
-        home |= dict.fromkeys(call.writes, call.settings.get("to", call.stage))
-        reads, made = [held[name] for name in call.reads], [program.shapes[name] for name in call.writes]
-        with named(f"{call.op} of {call.name!r:.80}"):
-            if call.op in ("all_reduce", "join", "piece") and call.settings.get("axis"):
-                outputs = [_exchanged(call, reads[0], list(program.axes).index(call.settings["axis"]), len(sizes))]
-            else:
-                ranks = [compute(call, [each[place] for each in reads], made) for place in np.ndindex(*sizes)]
-                outputs = [np.stack(each).reshape(*sizes, *each[0].shape) for each in zip(*ranks, strict=True)]
-            for name, value, shape in zip(call.writes, outputs, made, strict=True):
-                if value.shape != (*sizes, *shape):
-                    raise ValueError(f"{name} has the shape {value.shape[len(sizes) :]}, the file says {shape}")
-                held[name] = value
-    laid = {name: [spec for _, spec in program.laid.get(name, ())] for name in program.outputs}
-    return {name: _assembled(held[tensor], laid[name]) for name, tensor in program.outputs.items()}
 
 
 def _checked(program: TensorStep, values: Mapping[str, Any]) -> dict[str, Array]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -172,6 +173,18 @@ class OneRankGroup(_Base):  # type: ignore[misc]
         if tensor.data_ptr() not in self._filled:
             self._filled.add(tensor.data_ptr())
             tensor.normal_(std=0.02) if tensor.is_floating_point() else tensor.fill_(1)
+
+
+class LateFuture(torch.futures.Future[list[Tensor]]):
+    """The future of a collective in flight: reading its value waits first, as ``wait`` does."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        super().__init__()
+        self._wait = wait
+
+    def wait(self) -> list[Tensor]:
+        self._wait()
+        return super().wait()
 
 
 def _each(function: Callable[..., object], *columns: Sequence[Any]) -> Effect:

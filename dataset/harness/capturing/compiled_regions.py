@@ -26,7 +26,7 @@ from ..base import one_rank_group
 from ..base.errors import HarnessError
 from ..base.patching import patch
 from ..regions.inductor import Loop, Region, eager, read_region, replace_compile
-from . import attention, distributed, fake_tensors, recorder, value_estimates
+from . import distributed, fake_tensors, recorder, value_estimates
 from .fake_tensors import BACKWARD, FORWARD, FakeWorld
 from .recorder import COMPOSITE, OP, signature_of, storage_of
 
@@ -37,7 +37,7 @@ _NO_CALL = "MultiOutput"  # parts of what a library returned
 def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> None:
     """Let ``torch.compile`` (``plain``) read regions instead of compiling; ``on_host``: the script finds no GPU."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    for module in (one_rank_group, distributed, fake_tensors, recorder, value_estimates, attention):
+    for module in (one_rank_group, distributed, fake_tensors, recorder, value_estimates):
         trace_rules.add(module.__name__)  # what runs beneath the script is no part of it
     if not on_host:  # what the compiler cannot trace beside the fake device runs as it is written
         torch._dynamo.config.suppress_errors = True

@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.pipelining import stage as _stage
 from torch.distributed.pipelining._utils import _derive_grad_metas, _StageBackwardMeta, _StageForwardMeta, _TensorMeta
 
-from ..base.one_rank_group import LISTS, Call, OneRankGroup, listed, total_bytes
+from ..base.one_rank_group import LISTS, Call, LateFuture, OneRankGroup, listed, total_bytes
 from ..base.patching import always, patch
 from .recorder import COLLECTIVE, SYNCHRONISATION, Recorder, storage_of
 
@@ -142,23 +142,9 @@ class Done(dist.Work):
         return self._result
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        return Awaited(self)
-
-
-class Awaited(torch.futures.Future):  # type: ignore[type-arg]
-    """The future of a collective: reading its value makes the current stream wait."""
-
-    def __new__(cls, done: Done) -> Any:
-        return super().__new__(cls)
-
-    def __init__(self, done: Done) -> None:
-        super().__init__()
-        self._done = done
-        self.set_result(done.result())
-
-    def wait(self) -> Any:
-        self._done.wait()
-        return super().wait()
+        future = LateFuture(self.wait)
+        future.set_result(self._result)
+        return future
 
 
 class Group(OneRankGroup):

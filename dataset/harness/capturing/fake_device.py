@@ -27,10 +27,9 @@ from torch.utils.data import DataLoader
 
 from ..base import annotate
 from ..base.patching import CAPTURED_DEVICE, MEMORY_BYTES, NoContext, always, cpu_of, cuda_answers, patch
-from . import attention
 from .distributed import NO_SPARSE, install_shards
-from .fake_tensors import FakeWorld, install_fused_kernels
-from .recorder import COMPOSITE, COMPUTE, OP, Recorder
+from .fake_tensors import FakeWorld, install_attention, install_fused_kernels
+from .recorder import COMPOSITE, COMPUTE, OP, Mark, Recorder
 
 _SILENT = (  # functions of ``torch.cuda`` that do nothing
     "init", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all",
@@ -43,7 +42,7 @@ class DevicesOnCpu(TorchFunctionMode):
     """Replaces CUDA devices in calls of torch by the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         if func in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
         if func is Tensor.unflatten:  # dynamo cannot trace Python's own within a mode
@@ -52,11 +51,10 @@ class DevicesOnCpu(TorchFunctionMode):
             return torch.device("cpu")
         if func is Tensor.to and len(args) > 1 and not isinstance(args[1], Tensor):
             args = (args[0], cpu_of(args[1]), *args[2:])
-        device = kwargs.get("device")
-        if device is not None:
-            kwargs = {**kwargs, "device": cpu_of(device)}
+        if kwargs.get("device") is not None:
+            kwargs["device"] = cpu_of(kwargs["device"])
         if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
+            kwargs["pin_memory"] = False
         return func(*args, **kwargs)
 
 
@@ -85,7 +83,7 @@ def install_device(local_size: int, recorder: Recorder) -> None:
     patch(torch, Stream=Stream, Event=Event)
     patch(torch._C, _get_accelerator=lambda *args: torch.device("cuda", local_rank))
     patch(torch.accelerator, **{name: _other(followed[name]) for name in ("current_stream", "synchronize")})
-    patch(Tensor, record_stream=lambda self, stream: None, is_pinned=lambda self, device=None: False)
+    patch(Tensor, record_stream=always(None), is_pinned=always(False))
 
 
 def _other(value: Any) -> Any:
@@ -108,13 +106,10 @@ class Stream:
         self.wait_event(other.record_event())
 
     def wait_event(self, event: Event) -> None:
-        if event.mark is not None:
-            _worlds[0].wait(self.name, event.mark)
+        _worlds[0].wait(self.name, event.mark)
 
     def record_event(self, event: Event | None = None) -> Event:
-        event = event if event is not None else Event()
-        event.record(self)
-        return event
+        return (event or Event()).record(self)
 
     def synchronize(self) -> None:
         _worlds[0].wait_on_host(self.name, "stream synchronize", 0)
@@ -140,10 +135,10 @@ class Event:
     """Replaces ``torch.cuda.Event``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.mark: Any = None
+        self.mark: Mark = {}, []
 
     def record(self, stream: Stream | None = None) -> Event:
-        self.mark = _worlds[0].mark(stream.name if stream is not None else _worlds[0].stream)
+        self.mark = _worlds[0].mark((stream or current_stream()).name)
         return self
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -180,7 +175,7 @@ def install_corrections(world: FakeWorld, *, on_host: bool = False) -> None:
     _composite_ops(world)
     if not on_host:
         install_fused_kernels()
-        attention.install(world.note)
+        install_attention(world.note)
         _foreach_on_cpu()
     _one_process()
     _mixed_precision(world)
@@ -195,9 +190,9 @@ def install_corrections(world: FakeWorld, *, on_host: bool = False) -> None:
 
     def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any) -> None:
         """DDP accepts modules on the CPU with ``device_ids``."""
-        tables = [name for name, part in module.named_modules() if getattr(part, "sparse", False)]
-        if tables:
-            raise RuntimeError(f"{NO_SPARSE}, got sparse=True in {tables[0] or type(module).__name__}")
+        for name, part in module.named_modules():
+            if getattr(part, "sparse", False):
+                raise RuntimeError(f"{NO_SPARSE}, got sparse=True in {name or type(module).__name__}")
         make(self, module, None, None, *args, **kw)
 
     def resize_(self: Any, size: int) -> Any:
@@ -278,25 +273,26 @@ def _mixed_precision(world: FakeWorld) -> None:
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """``Module.to`` and its like for fake parameters: torch would swap tensors, which fake ones refuse."""
+
+    def applied(parameter: Any) -> Any:
+        if hasattr(parameter, "_captured_as"):  # its replacement, for modules that share it
+            return parameter._captured_as
+        with torch.no_grad():
+            made = fn(parameter)
+        if made is parameter:
+            return parameter
+        if isinstance(parameter, FakeTensor) and isinstance(made, FakeTensor) and parameter.device == made.device:
+            parameter.data = made
+            return parameter
+        parameter._captured_as = nn.Parameter(made, parameter.requires_grad)
+        return parameter._captured_as
+
     for child in self.children() if recurse else ():
         child._apply(fn)
-    self._parameters.update({k: _applied(each, fn) for k, each in self._parameters.items() if each is not None})
-    self._buffers.update({k: fn(each) for k, each in self._buffers.items() if each is not None})
+    tables: Any = (self._parameters, applied), (self._buffers, fn)
+    for table, change in tables:
+        table.update({name: change(each) for name, each in table.items() if each is not None})
     return self
-
-
-def _applied(parameter: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    if hasattr(parameter, "_captured_as"):  # its replacement, for modules that share it
-        return parameter._captured_as
-    with torch.no_grad():
-        applied = fn(parameter)
-    if applied is parameter:
-        return parameter
-    if isinstance(parameter, FakeTensor) and isinstance(applied, FakeTensor) and parameter.device == applied.device:
-        parameter.data = applied
-        return parameter
-    parameter._captured_as = nn.Parameter(applied, parameter.requires_grad)
-    return parameter._captured_as
 
 
 def _composite_ops(world: FakeWorld) -> None:

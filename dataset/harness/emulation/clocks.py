@@ -29,10 +29,10 @@ from torch.autograd import Variable
 
 from ..base import cores
 from ..base.errors import HarnessError
+from ..base.one_rank_group import Effect, LateFuture
 from ..base.patching import always, patch
 
 Ending = Future[float]  # the end time of a collective
-Effect = Callable[[], object] | None
 Tensors = list[Tensor]
 Awaitable = torch.futures.Future[Tensors]
 _SPIN_S = 5e-4
@@ -70,9 +70,10 @@ class Event:
         self._clock = clock
         self.time = 0.0
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: Stream | None = None) -> Event:
         with self._clock.settled():
             self.time = (stream or self._clock.stream).time
+        return self
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self._clock.stream).wait_event(self)
@@ -91,9 +92,7 @@ class Stream(Event):
     wait_stream = wait_event
 
     def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self._clock)
-        event.record(self)
-        return event
+        return (event or Event(self._clock)).record(self)
 
 
 class VirtualClock(HostClock):
@@ -136,7 +135,7 @@ class VirtualClock(HostClock):
         DDP waits for its futures in C++ at the end of the backward pass.
         """
         with self.settled():
-            future = _VirtualFuture(self, end)
+            future = LateFuture(lambda: self.wait_until(end.result()))
             _when_known(end, future, lambda known: future.set_result(result))
             self._late.append(end)
             try:
@@ -166,18 +165,6 @@ class VirtualClock(HostClock):
         patch(time, sleep=self.sleep)
         patch(torch.cpu, Stream=lambda *_, **__: Stream(self), Event=lambda *_, **__: Event(self))
         patch(torch.cpu, stream=self.current, current_stream=lambda device=None: self.stream)
-
-
-class _VirtualFuture(torch.futures.Future):  # type: ignore[type-arg]
-    """A future that is done, but at a virtual time."""
-
-    def __init__(self, clock: VirtualClock, end: Ending) -> None:
-        super().__init__()
-        self._clock, self._end = clock, end
-
-    def wait(self) -> Any:
-        self._clock.wait_until(self._end.result())
-        return super().wait()
 
 
 def _when_known(end: Ending, future: Any, act: Callable[[float], object]) -> None:

@@ -121,7 +121,13 @@ class _Reader:
         name, arguments = node.target, node.args[1:]
         dtypes = [each for each in arguments if isinstance(each, torch.dtype)]
         if name == "load":
-            return self._load(arguments[0], self._body.indexing_exprs[arguments[1].args[0]])
+            index = self._body.indexing_exprs[arguments[1].args[0]]
+            key = "load", arguments[0], str(index), self._sizes
+            if key not in self._known:
+                depth = len(self._sizes) if _is_indirect(index) else self._depth(index)
+                self._known[key] = _Value(V.graph.get_dtype(arguments[0]), depth, hash(key))
+                self._access(arguments[0], index, depth, writes=False)
+            return self._known[key]
         if name in ("store", "store_reduction"):
             index = self._body.indexing_exprs[arguments[1].args[0]]
             if name == "store":
@@ -169,14 +175,6 @@ class _Reader:
         vector = vector and lanes > 1
         key = what if what != WORK else "vector" if vector else "scalar"
         self.cycles[key] += (of_vector if vector else of_number) * self._runs(depth, lanes) * share
-
-    def _load(self, name: str, index: Any) -> _Value:
-        key = "load", name, str(index), self._sizes
-        if key not in self._known:
-            depth = len(self._sizes) if _is_indirect(index) else self._depth(index)
-            self._known[key] = _Value(V.graph.get_dtype(name), depth, hash(key))
-            self._access(name, index, depth, writes=False)
-        return self._known[key]
 
     def _access(self, name: str, index: Any, depth: int, *, writes: bool) -> None:
         """Add a touch and the operations that access memory, if the buffer is in memory."""

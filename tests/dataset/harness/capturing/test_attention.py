@@ -14,7 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
-from stepsight.dataset.harness.capturing.attention import _Call
+from stepsight.dataset.harness.capturing.fake_tensors import _Call
 
 FLASH, EFFICIENT, CUDNN, MATH = (
     SDPBackend.FLASH_ATTENTION,
