@@ -253,17 +253,14 @@ class _View:
         if not found:
             bounds = self.steps.tolist() or [(self.start.min(), self.end.max())]
             found = [Span("step", begin, end, step) for step, (begin, end) in enumerate(bounds)]
-        return [self._with_loss(span, after) for span, after in zip(found, [*found[1:], None], strict=True)]
-
-    def _with_loss(self, span: Span, after: Span | None) -> Span:
-        """Pipelining computes the loss between two segments: it is part of the forward one before it."""
-        limit = after.start_s if after is not None else np.inf
-        between = range(*np.searchsorted(self.issue, (span.end_s, limit))) if span.label == "forward" else ()
-        losses = [node for node in between if self.works[node].kind == "cross_entropy"]
-        if not losses:
-            return span
-        last = max(self.end[node] for node in between if node >= losses[0] and not is_message(self.works[node]))
-        return replace(span, end_s=max(span.end_s, min(limit, last)))
+        out = []
+        for span, limit in zip(found, [*(span.start_s for span in found[1:]), np.inf], strict=True):
+            # pipelining computes the loss between two segments: it is part of the forward one before it
+            between = range(*np.searchsorted(self.issue, (span.end_s, limit))) if span.label == "forward" else ()
+            losses = [node for node in between if self.works[node].kind == "cross_entropy"]
+            ends = [self.end[n] for n in between if losses and n >= losses[0] and not is_message(self.works[n])]
+            out.append(replace(span, end_s=max(span.end_s, min(limit, max(ends)))) if ends else span)
+        return out
 
     def _between(self, why: Dependency) -> list[tuple[int, int]]:
         """Edges of the graph of one kind between two nodes of the program."""

@@ -154,12 +154,9 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
         random.Random(seed).shuffle(distinct)
         counts = {key: keys.count(key) for key in distinct}
         chosen: list[list[str]] = [[] for _ in fractions]
+        lack = lambda part: (bool(chosen[part]), sum(counts[key] for key in chosen[part]) - fractions[part] * len(keys))
         for key in sorted(distinct, key=lambda key: -counts[key]):  # the largest first, to the part that lacks most
-            missing = [
-                (bool(part), -(fraction * len(keys) - sum(counts[each] for each in part)))
-                for part, fraction in zip(chosen, fractions, strict=True)
-            ]
-            chosen[min(range(len(chosen)), key=missing.__getitem__)].append(key)
+            chosen[min(range(len(chosen)), key=lack)].append(key)
         return tuple(self[[place for place, key in enumerate(keys) if key in part]] for part in chosen)
 
 

@@ -20,7 +20,6 @@ from stepsight.dataset.traces.assembly import MICROSECOND
 from stepsight.dataset.traces.event_blocks import parse
 from stepsight.dataset.traces.event_columns import RankEvents
 
-_LAUNCH = WHY_NUMBER[Dependency.LAUNCH]
 _OURS = "stepsight::"  # annotations of ops that count as calls
 _SLACK_S = 2e-6  # clock error by which an effect may precede its cause
 _LEAST_WORK = 0.5  # of that of an observed step, for a step to stand for it
@@ -130,7 +129,8 @@ def _calls_of_collectives(graph: Program, events: RankEvents) -> Ints:
     found = np.full(len(graph), -1, dtype=np.int64)
     named = np.array([name.startswith("c10d::") for name in events.names], dtype=np.bool_)
     rows = np.flatnonzero(named[events.ops["name"]])[::-1]  # the first one is written last
-    issue, work = (graph.edge_columns[end][graph.edge_columns["why"] == _LAUNCH] for end in ("source", "target"))
+    launched = graph.edge_columns["why"] == WHY_NUMBER[Dependency.LAUNCH]
+    issue, work = (graph.edge_columns[end][launched] for end in ("source", "target"))
     hosted = (graph.columns["kind"][work] == COLLECTIVE) & (graph.columns["call"][work] < 0)
     order = np.argsort(graph.start_s[issue[hosted]], kind="stable")
     issued, work = graph.start_s[issue[hosted]][order], work[hosted][order]

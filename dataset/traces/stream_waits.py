@@ -45,6 +45,8 @@ class StreamWaits:
             rows = np.flatnonzero(self._stream == stream)
             self._by_stream[stream] = rows, np.maximum.accumulate(self._issued[rows])
         self._pairs: dict[tuple[int, int], None] = {}
+        busy = np.bincount(self._stream, (self._end - self._start) * ~collective)
+        self._main = int(busy.argmax()) if busy.any() else -1  # the stream that computes
 
     def add(self) -> None:
         """Add all edges of synchronisation."""
@@ -108,7 +110,7 @@ class StreamWaits:
         The main stream waits for any other one, another stream for the main one.  Which of the newest things on that
         stream it waits for is what no like wait contradicts: none may start before what it waits for ends.
         """
-        main, groups = self._main_stream(), dict[tuple[int, int, int], list[tuple[int, float]]]()
+        main, groups = self._main, dict[tuple[int, int, int], list[tuple[int, float]]]()
         for row, moment in self._waiting_rows() if main >= 0 else ():
             target = int(self._stream[row])
             sources = [stream for stream in self._by_stream if stream != main] if target == main else [main]
@@ -145,7 +147,7 @@ class StreamWaits:
         chosen = [number for number, name in enumerate(events.names) if "StreamWaitEvent" in name]
         calls = np.flatnonzero(np.isin(events.runtime["name"], chosen))
         if not len(calls):
-            rows = np.flatnonzero(self._collective & (self._stream != self._main_stream()))
+            rows = np.flatnonzero(self._collective & (self._stream != self._main))
             return [(row, float(self._issued[row]) - 1e-3) for row in rows.tolist()]
         found, threads, launched = dict[int, float](), events.runtime["thread"], np.flatnonzero(parts.row >= 0)
         for thread in np.unique(threads[calls]).tolist():
@@ -158,10 +160,6 @@ class StreamWaits:
                     if place < len(own):
                         found.setdefault(int(own[place]), moment)
         return list(found.items())
-
-    def _main_stream(self) -> int:
-        busy = np.bincount(self._stream, (self._end - self._start) * ~self._collective)
-        return int(busy.argmax()) if busy.any() else -1
 
     def _lateness(self) -> Floats:
         """Compute how much later each event starts than its stream and its launch explain."""

@@ -41,8 +41,7 @@ class CapturedStep:
     walked: Walk  # when each node starts and ends, the graphs one after the other
     graphs: tuple[Program, ...]  # of the ranks, with durations
     alone: tuple[Floats, ...]  # seconds of each distinct signature of each rank, without what overlap and context add
-    # (causes, n) of each rank: seconds of nodes that collectives of CAUSES beside them take; they are within the
-    # durations
+    # (causes, n) of each rank: seconds, within the durations, that collectives of CAUSES beside nodes take
     lost: tuple[Floats, ...]
 
     @cached_property
