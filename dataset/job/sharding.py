@@ -293,9 +293,8 @@ def rank_tables(
 ) -> RankTables:
     """The work of the rank whose lookups take longest, and the largest exchanges."""
     loads = loads_of(tables, places, ranks, spec)
-    slowest = int(loads[:, MOVED].argmax())
-    own: dict[tuple[str, int, str], list[Lookup]] = {}
-    replicas: dict[tuple[str, int, str], list[Lookup]] = {}
+    slowest, fullest = int(loads[:, MOVED].argmax()), int((loads[:, PARAMETERS] + loads[:, STATES]).argmax())
+    own, replicas = dict[tuple[str, int, str], list[Lookup]](), dict[tuple[str, int, str], list[Lookup]]()
     sent_indices, rows = 0.0, list[int]()
     for table, place in zip(tables, places, strict=True):
         look = shard_lookup(table, place.kind, place.shards, place.location, ranks, spec)
@@ -305,7 +304,6 @@ def rank_tables(
             continue
         sent_indices += ranks.samples * table.pooling * (place.shards if place.kind == COLUMN else 1)
         own.setdefault(look[:3], []).extend([look] * place.ranks.count(slowest))
-    fullest = int((loads[:, PARAMETERS] + loads[:, STATES]).argmax())
     return RankTables(
         lookups=tuple([_joined(looks) for looks in own.values() if looks]),
         replicated=tuple([_joined(looks) for looks in replicas.values()]),

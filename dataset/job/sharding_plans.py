@@ -65,54 +65,42 @@ def read_plan(path: str | Path) -> tuple[TablePlacement, ...]:
 
 def placements_in(plan: Any, path: str) -> tuple[TablePlacement, ...]:
     """Placements in a plan of plain values; ``path``: where it is from, for messages."""
-    found = list[TablePlacement]()
-    _collect(plan, found, path)
+    found, tables = list[TablePlacement](), [plan]
+    for table in tables:
+        for name, value in table.items() if isinstance(table, Mapping) else ():
+            if isinstance(value, Mapping) and "sharding_type" in value:
+                found.append(_placement(str(name), value, f"{path}, table {str(name)!r:.80}"))
+            else:
+                tables.append(value)
     if not found:
         raise JobError(f"{path} has no table: a plan has by module and by table its sharding_type and ranks")
     return tuple(found)
 
 
-def _collect(tables: Any, found: list[TablePlacement], path: str) -> None:
-    """Placements in a plan's tables, at any depth."""
-    for name, value in tables.items() if isinstance(tables, Mapping) else ():
-        if isinstance(value, Mapping) and "sharding_type" in value:
-            found.append(_placement(str(name), value, path))
-        else:
-            _collect(value, found, path)
-
-
-def _placement(name: str, entry: Mapping[str, Any], path: str) -> TablePlacement:
-    kind, kernel = (
-        str(entry.get(key, default)) for key, default in (("sharding_type", ""), ("compute_kernel", "fused"))
-    )
-    if kind not in _TYPES or kernel not in _KERNELS:
+def _placement(name: str, entry: Mapping[str, Any], where: str) -> TablePlacement:
+    """One table of a plan; its shards have one size, as far as the table reaches: so they are timed."""
+    named, kernel = str(entry.get("sharding_type")), str(entry.get("compute_kernel", "fused"))
+    if named not in _TYPES or kernel not in _KERNELS:
         raise JobError(
-            f"{path}, table {name!r:.80}: sharding_type must be one of {', '.join(_TYPES)} and compute_kernel one of "
-            f"{', '.join(_KERNELS)}, got {kind!r:.40} and {kernel!r:.40}"
+            f"{where}: sharding_type must be one of {', '.join(_TYPES)} and compute_kernel one of "
+            f"{', '.join(_KERNELS)}, got {named!r:.40} and {kernel!r:.40}"
         )
-    spec = entry.get("sharding_spec")
-    shards = spec.get("shards") if isinstance(spec, Mapping) else None
-    ranks = entry.get("ranks")
-    placed = [re.search(r"rank:(\d+)", str(one)) for one in shards] if isinstance(shards, list) else []
-    if placed and all(placed):
-        ranks = [int(match[1]) for match in placed if match is not None]
+    kind, spec, stated = _TYPES[named], entry.get("sharding_spec"), entry.get("ranks")
+    held = spec.get("shards") if isinstance(spec, Mapping) else None
+    shards = held if isinstance(held, list) else []
+    placed = [match for one in shards if (match := re.search(r"rank:(\d+)", str(one)))]
+    ranks = [int(match[1]) for match in placed] if placed and len(placed) == len(shards) else stated
     if not isinstance(ranks, list | tuple | None) or any(type(rank) is not int for rank in ranks or ()):
-        raise JobError(f"{path}, table {name!r:.80}: ranks must be a list of whole numbers, got {ranks!r:.80}")
-    stated = entry.get("ranks")
+        raise JobError(f"{where}: ranks must be a list of whole numbers, got {ranks!r:.80}")
     if isinstance(stated, list) and {*map(str, stated)} != {*map(str, ranks or ())}:
-        raise JobError(f"{path}, table {name!r:.80}: ranks and places of shards must agree, got {stated!r:.80}")
-    _check_shards(shards, 1 if _TYPES[kind] == COLUMN else 0, f"{path}, table {name!r:.80}")
-    own = () if _TYPES[kind] == REPLICATED else tuple(ranks or ())
-    return TablePlacement(name=name, kind=_TYPES[kind], ranks=own, location=_KERNELS[kernel])
-
-
-def _check_shards(shards: Any, axis: int, where: str) -> None:
-    """Check that shards have one size, as far as the table reaches: so torchrec cuts them, and so they are timed."""
-    stated = [one.get("shard_sizes") for one in shards if isinstance(one, Mapping)] if isinstance(shards, list) else []
-    sizes = [size[axis] if isinstance(size, list) and len(size) == 2 else None for size in stated if size is not None]
+        raise JobError(f"{where}: ranks and places of shards must agree, got {stated!r:.80}")
+    each = [size for one in shards if isinstance(one, Mapping) and (size := one.get("shard_sizes")) is not None]
+    sizes = [size[kind == COLUMN] if isinstance(size, list) and len(size) == 2 else None for size in each]
     numbers = [size for size in sizes if type(size) is int and size >= 0]
     if len(numbers) < len(sizes) or (numbers and numbers != _cut(sum(numbers), numbers[0], len(numbers))):
         raise JobError(f"{where}: shards must be of one size, the last ones smaller, got {sizes!r:.80}")
+    own = () if kind == REPLICATED else tuple(ranks or ())
+    return TablePlacement(name=name, kind=kind, ranks=own, location=_KERNELS[kernel])
 
 
 def _cut(whole: int, each: int, count: int) -> list[int]:
@@ -139,16 +127,14 @@ def plan_tables(
         ranks: The ranks that share the tables.
         module: Path of the collection in the model; empty: the model is the collection.
     """
-    kernels = {"hbm": "fused", "uvm": "fused_uvm_caching", "host": "fused_uvm"}
-    found = dict[str, Any]()
+    kernels, found = {location: kernel for kernel, location in reversed(_KERNELS.items())}, dict[str, Any]()
     for table, place in zip(tables, places, strict=True):
-        kernel = "dense" if place.kind == REPLICATED else kernels[place.location]
         found[place.name] = {
             "sharding_type": torchrec_type(place, ranks) or place.kind.replace("-", "_"),
-            "compute_kernel": kernel,
+            "compute_kernel": "dense" if place.kind == REPLICATED else kernels[place.location],
+            "ranks": list(place.ranks),
         }
-        found[place.name]["ranks"], shards, first = list(place.ranks), list[dict[str, Any]](), 0
-        count, by_columns = len(place.ranks), place.kind == COLUMN
+        count, by_columns, shards, first = len(place.ranks), place.kind == COLUMN, list[dict[str, Any]](), 0
         whole = table.dim if by_columns else table.rows
         for rank, size in zip(place.ranks, _cut(whole, -(-whole // max(count, 1)), count), strict=True):
             sizes, offsets = ([table.rows, size], [0, first]) if by_columns else ([size, table.dim], [first, 0])
