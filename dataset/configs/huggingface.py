@@ -14,7 +14,6 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import facts, flat
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
 from stepsight.dataset.configs.key_table import ConfigText, JobView, read_rows, rows_of
-from stepsight.dataset.configs.megatron_model import read_expert_layers
 from stepsight.dataset.job.job import Job
 
 LONGEST_ASSUMED = 8192  # tokens of a training sequence, where a model takes more
@@ -172,4 +171,4 @@ def _read_dtype(reading: Reading) -> None:
 
 _LATENT = (lambda rank: "mla" if rank else None, str)
 _OR_NONE = (int, lambda rank: rank or None)
-ROWS = rows_of("huggingface", {**globals(), "_read_expert_layers": read_expert_layers})
+ROWS = rows_of("huggingface", globals())

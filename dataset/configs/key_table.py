@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -13,7 +14,7 @@ from typing import Any
 
 from stepsight.dataset.base.errors import JobError, shorten
 from stepsight.dataset.configs.documents import facts
-from stepsight.dataset.configs.drafts import Reading
+from stepsight.dataset.configs.drafts import WHOLE, Reading
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import MODELS, SECTIONS
 
@@ -153,6 +154,8 @@ def even_stages(stages: int, layers: int, first: int = 0, last: int = 0) -> list
     return counts
 
 
+MOST_STAGES = 10_000
+_REPEATED = re.compile(r"\(([^()]*)\)(?:\*(\d{1,9}))?|([A-Za-z|])\*(\d{1,9})")
 OTHER = ...  # in a row's values: any other value of the setting
 Convert = Callable[[Any], Any]
 CLIP = (lambda norm: norm > 0, lambda clips: 1.0 if clips else 0.0)  # largest norm of gradients; 0: any
@@ -205,7 +208,8 @@ def rows_of(framework: str, functions: Mapping[str, Any], group: str = "rows") -
     Of values, ``"nothing"`` is None, ``*`` is any other value, and ``true`` and ``false`` are those of a flag.
     """
     text = resources.files("stepsight.dataset.configs").joinpath(f"{framework}.toml").read_text("utf-8")
-    known = {**_CONVERSIONS, "_read_shared_experts": read_shared_experts, **functions}
+    own = {"_read_shared_experts": read_shared_experts, "_read_expert_layers": read_expert_layers}
+    known = {**_CONVERSIONS, **own, **functions}
     return tuple(_row(known, **told) for told in tomllib.loads(text)[group])
 
 
@@ -283,6 +287,39 @@ def _written(row: Row, view: JobView) -> Any:
     words = {default if meant is None else meant: word for word, meant in pairs if word is not OTHER}
     view.refuse(row.key, value not in words)
     return words.get(value, next(iter(row.values)))
+
+
+def repeated(text: str) -> str:
+    """A text with its repetitions written out, as ``(ab)*2`` and ``a*3``; empty if that is too long."""
+    while (found := _REPEATED.search(text)) is not None:
+        what, count = found[1] if found[1] is not None else found[3], int(found[2] or found[4] or 1)
+        if count * len(what) > MOST_STAGES or len(text) > MOST_STAGES:
+            return ""
+        text = text[: found.start()] + what * count + text[found.end() :]
+    return text
+
+
+def read_expert_layers(reading: Reading) -> None:
+    """Which layers have experts: every n-th one, or a pattern of zeros and ones, as ``[0]*3+[1]*58``."""
+    frequency = reading.take(*reading.names)
+    text = frequency if isinstance(frequency, str) else repr(frequency)
+    if frequency is None or text.strip() in ("0", "1"):
+        return
+    if WHOLE(text.strip()):
+        reading.map("model.moe_every", int(text))
+        return
+    plain = re.sub(r"[\s,'\"+]", "", text).replace("[", "(").replace("]", ")")
+    layers = repeated(plain) if re.fullmatch(r"[01()*\d]*", plain) else ""
+    if re.fullmatch("0*1+|0+", layers):
+        reading.map("model.dense_layers", layers.count("0"))
+        return
+    periods = {("0" * at + "1").ljust(n, "0") * len(layers): n for n in range(2, 9) for at in range(n)}
+    if every := next((n for period, n in periods.items() if layers and period.startswith(layers)), 0):
+        reading.map("model.moe_every", every)
+    else:
+        reading.ignore(
+            f"{reading.source(*reading.names)} {text}: a job has dense layers first, or experts in every n-th layer"
+        )
 
 
 def read_shared_experts(reading: Reading) -> None:

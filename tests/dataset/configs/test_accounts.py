@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from stepsight.cli import app
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.configs import accelerate, huggingface, maxtext, megatron, megatron_model, nanotron, torchtitan
+from stepsight.dataset.configs import accelerate, huggingface, maxtext, megatron, nanotron, torchtitan
 from stepsight.dataset.configs.documents import facts, flat
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
 from stepsight.dataset.configs.formats import format_of, read_configs, write_config
@@ -91,7 +91,6 @@ def test_published_files(name: str, tmp_path: Path) -> None:
 
 ROWS = {
     "megatron": (megatron, megatron.ROWS),
-    "megatron-model": (megatron_model, megatron_model.MODEL_ROWS),
     "torchtitan": (torchtitan, torchtitan.ROWS),
     "nanotron": (nanotron, nanotron.ROWS),
     "maxtext": (maxtext, maxtext.ROWS),
