@@ -104,17 +104,15 @@ def _of_words(text: str, changes: Changes, path: Path) -> str:
         text = text[: short.start()] + text[short.end() :]
     for name, (old, new) in changes.items():
         seen = _masked(text, path)
-        option = re.compile(rf"(?<![\w-])--{name}(?![\w-])" + ("" if True in (old, new) else r"(=|\s+)([^\s\\)]+)"))
-        found = option.search(seen)
-        if found is None:
-            anchor = re.search(r"(?<![\w-])--micro-batch-size(?=[= ])", seen) or re.search(r"(?<![\w-])--(?=\w)", seen)
-            if anchor and new is not None:
-                words = f"--{name} " if new is True else f"--{name} {new} "
-                text = text[: anchor.start()] + words + text[anchor.start() :]
-            continue
-        if new is None:
+        value = "" if True in (old, new) else r"(=|\s+)([^\s\\)]+)"
+        found = re.search(rf"(?<![\w-])--{name}(?![\w-]){value}", seen)
+        anchor = re.search(r"(?<![\w-])--micro-batch-size(?=[= ])", seen) or re.search(r"(?<![\w-])--(?=\w)", seen)
+        if found is None and anchor and new is not None:
+            words = f"--{name} " if new is True else f"--{name} {new} "
+            text = text[: anchor.start()] + words + text[anchor.start() :]
+        elif found and new is None:
             text = text[: found.start()] + text[found.end() :].removeprefix(" ")
-        elif new is not True:
+        elif found and new is not True:
             variable = _VARIABLE.fullmatch(found[2])
             line = rf"(?m)^[ \t]*(?:export[ \t]+)?{variable[1]}=(.*)$" if variable else "(?!)"
             places = list(re.finditer(line, text))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import combinations
@@ -53,12 +54,9 @@ def format_of(file: ConfigFile) -> tuple[str, ConfigFormat | None]:
 
 def is_job_file(path: Path) -> bool:
     """Whether to read a file as a job file: any TOML or JSON file that is no other framework's configuration."""
-    if path.suffix not in (".toml", ".json"):
-        return False
-    try:
-        return format_of(ConfigFile.open(path))[0] in ("", "job")
-    except JobError:
-        return True  # who reads it says what is wrong
+    with suppress(JobError):  # who reads it says what is wrong
+        return path.suffix in (".toml", ".json") and format_of(ConfigFile.open(path))[0] in ("", "job")
+    return True
 
 
 def write_config(job: JobLike, name: str) -> ConfigText:
@@ -301,7 +299,7 @@ def _fill_cluster(draft: Draft, given: Given) -> None:
     total, micro = draft.get("batch.global_batch"), _positive(draft.get("batch.micro_batch", 1))
     replicas = draft.get("run.replicas", 0)  # that the batch implies
     devices = draft.get("run.devices") or replicas * others or (stated * per_node if isinstance(stated, int) else 0)
-    held, because = bool(devices) and devices % least == 0, ""
+    held, because, wanted = bool(devices) and devices % least == 0, "", least
 
     def shares(count: int) -> bool:
         """Whether the replicas of so many devices share the stated global batch evenly."""
@@ -310,9 +308,7 @@ def _fill_cluster(draft: Draft, given: Given) -> None:
     if held and devices >= least and shares(devices):
         wanted, reason = devices, f"the run has {devices} devices"
         because = "run.devices" if draft.get("run.devices") else "run.replicas"
-    elif draft.get("parallel.dp") is not None:
-        wanted = least
-    else:
+    elif draft.get("parallel.dp") is None:
         most = devices if held else math.lcm(least, per_node)
         counts = [*range(most, max(0, most - least * _MOST_TRIED), -least), least]
         wanted = next(n for n in counts if n == least or (n % least == 0 and shares(n)))

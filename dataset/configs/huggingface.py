@@ -124,17 +124,6 @@ def _write_image(view: JobView) -> None:
     view.put(patch_size=side, image_size=image, num_channels=3, id2label=labels)
 
 
-def _read_heads(reading: Reading) -> None:
-    kind = reading.word("model_type")
-    if reading.get("model.attention") == "mla":
-        return
-    old = kind == "falcon" and not reading.flag("new_decoder_architecture")
-    if (old or kind == "gpt_bigcode") and reading.flag("multi_query") is not False:
-        reading.map("model.kv_heads", 1, "multi_query")
-    elif not old and reading.positive(*reading.names):
-        reading.copy("model.kv_heads", *reading.names)
-
-
 def _read_expert_ffn(reading: Reading) -> None:
     if reading.copy("model.expert_ffn", *reading.names) is None and reading.word("model_type") == "llama4_text":
         reading.map("model.expert_ffn", reading.get("model.ffn"), words="intermediate_size")

@@ -68,14 +68,6 @@ def _read_layers(reading: Reading) -> None:
         reading.draft.map("model.layers", 2 * reading.get("model.layers"), words)
 
 
-def _read_mlp(reading: Reading) -> None:
-    kinds = reading.take("mlp_activations")
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    reading.map("model.gated_mlp", "linear" in kinds)
-    if (reading.positive("num_experts") or 1) > 1:
-        reading.copy("model.experts", "num_experts")
-
-
 def _read_degrees(reading: Reading) -> None:
     for degree in ("tp", "cp", "pp", "ep"):
         axes = [f"{mesh}_{axis}" for axis, name in _AXES.items() if name == degree for mesh in ("ici", "dcn")]
@@ -118,12 +110,6 @@ def _write_degrees(view: JobView) -> None:
     sizes |= {"dcn_fsdp": 1, f"ici_{spread}": view["parallel.tp"], "ici_context": view["parallel.cp"]}
     sizes |= {"ici_pipeline": view["parallel.pp"], "ici_expert": ep}
     view.put(**{f"{axis}_parallelism": size for axis, size in sizes.items()})
-
-
-def _read_schedule(reading: Reading) -> None:
-    repeats = reading.positive("num_pipeline_repeats", auto=-1) or 1
-    reading.map("parallel.virtual_stages", repeats, words="num_pipeline_repeats")
-    reading.map("parallel.schedule", "looped-bfs" if repeats > 1 else "gpipe", words="backward is one program")
 
 
 def _read_batch(reading: Reading) -> None:

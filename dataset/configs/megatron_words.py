@@ -190,9 +190,8 @@ def _reading_of_script(script: ShellScript, draft: Draft, pick: str, marks: Sequ
         raise JobError(f"a script must hold a command with options of Megatron-LM or a DLRM, as {marks[0]}, got none")
     stated = {canonical(flag, 0)[0] for flag, _ in _flags([*script.batch_options, *words])}
     for setting, names in _VARIABLES.items():  # where only the script's variables state the size of the cluster
-        values = (script.variables.values.get(name) for name in names)
-        value = next((value for value in values if isinstance(value, str) and value.isdigit()), "")
-        if value and not stated & {setting, "gres", "N"}:
+        values = [str(script.variables.values.get(name, "")) for name in names]
+        for value in [value for value in values if value.isdigit() and not stated & {setting, "gres", "N"}][:1]:
             words = [*words, f"--{setting}", value]
     for text in (*(f"condition taken as false: {condition}" for condition in script.undecided), *script.unread):
         if text not in draft.ignored:
@@ -201,8 +200,7 @@ def _reading_of_script(script: ShellScript, draft: Draft, pick: str, marks: Sequ
         if any(name in word for word in ("SLURM_NNODES", "WORLD_SIZE", "NNODES", "NUM_LAYERS", "HIDDEN_SIZE")):
             draft.ignore(f"variable {name} is not set in the script")
     program = next((word for word in words if word.endswith(".py")), "")
-    family = next((family for part, family in _PROGRAMS if part in program.rpartition("/")[2]), "")
-    if family:
+    for family in [family for part, family in _PROGRAMS if part in program.rpartition("/")[2]][:1]:
         draft.assume("model.family", family, f"the program is {program}")
     shown = [Unknown(script.variables.shown(word)) if UNKNOWN.search(word) else word for word in words]
     return _reading_of_words(draft, shown, script.batch_options)

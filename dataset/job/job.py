@@ -75,12 +75,11 @@ class Job(JobTables):
     shares_batch: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        wrong = [name for name, spec in SECTIONS.items() if not isinstance(getattr(self, name), spec)]
-        problems = Rules(
-            f"a job's {name} must be a {SECTIONS[name].__name__}, got {getattr(self, name)!r:.80}" for name in wrong
-        )
-        for name, spec in SECTIONS.items() if not wrong else ():
-            problems += type_problems(name, spec, getattr(self, name))
+        problems = Rules()
+        for name, spec in SECTIONS.items():
+            held = getattr(self, name)
+            wrong = [] if isinstance(held, spec) else [f"a job's {name} must be a {spec.__name__}, got {held!r:.80}"]
+            problems += wrong or type_problems(name, spec, held)
         if not isinstance(self.framework, str) or not self.framework.isprintable():
             problems.append(f"framework must be a printable string, got {self.framework!a:.80}")
         if problems:
@@ -143,12 +142,10 @@ class Job(JobTables):
     def warnings(self) -> tuple[str, ...]:
         """Legal settings that are probably mistakes."""
         stated = self.cluster.fabric
-        if not stated or (isinstance(stated, str) and stated in FABRICS):
-            return suspicious_links(self.fabric, self.cluster.devices_per_node)
-        try:
-            usual = find_fabric(usual_fabric(self.cluster.hardware))
-        except JobError:  # there is nothing to compare with
-            usual = None
+        usual = None
+        if stated and not (isinstance(stated, str) and stated in FABRICS):
+            with suppress(JobError):  # there is nothing to compare with
+                usual = find_fabric(usual_fabric(self.cluster.hardware))
         return suspicious_links(self.fabric, self.cluster.devices_per_node, usual)
 
     @property
@@ -177,12 +174,11 @@ class Job(JobTables):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain tables that ``from_dict`` reads as an equal job; ``execution`` only if it states an engine."""
-        tables = {section: asdict(getattr(self, section)) for section in SECTIONS}
-        if not self.model.tables:
-            del tables["sharding"]
-            tables["model"] = {key: value for key, value in tables["model"].items() if key not in TABLE_FIELDS}
-        if self.execution == ExecutionSpec():
-            del tables["execution"]
+        left_out = {"sharding"} if not self.model.tables else set()
+        left_out |= {"execution"} if self.execution == ExecutionSpec() else set()
+        tables = {section: asdict(getattr(self, section)) for section in SECTIONS if section not in left_out}
+        for key in TABLE_FIELDS if not self.model.tables else ():
+            del tables["model"][key]
         whole = {"global_batch": self.batch.global_batch}
         if self.shares_batch and shared_batch(whole, tables["cluster"]).get("micro_batch") == self.batch.micro_batch:
             del tables["batch"]["micro_batch"]  # it follows on other devices too
@@ -221,11 +217,8 @@ class Job(JobTables):
         """
         tables = dict(tables)
         framework = tables.pop("framework", "")
-        problems = [
-            f"unknown table [{name!s:.80}]{did_you_mean(name, SECTIONS)}".replace("\n", "\\n")
-            for name in tables
-            if name not in SECTIONS
-        ]
+        unknown = (f"unknown table [{name!s:.80}]{did_you_mean(name, SECTIONS)}" for name in {*tables} - {*SECTIONS})
+        problems = [text.replace("\n", "\\n") for text in sorted(unknown)]
         if not isinstance(framework, str) or not framework.isprintable():
             problems.append(f"framework must be a printable string, got {framework!a:.80}")
         elif habits is None:
