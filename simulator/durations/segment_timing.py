@@ -31,7 +31,8 @@ from stepsight.simulator.clock.engine import (
     to_from,
 )
 from stepsight.simulator.durations.latency_model import LatencyModel
-from stepsight.simulator.programs.block_pass import STREAMS, BlockPass, Work
+from stepsight.simulator.programs.block_pass import BlockPass
+from stepsight.simulator.programs.op_level import STREAMS, Work
 from stepsight.simulator.programs.segment import Segment
 
 _TIMER = "_timer"  # attribute of a latency model
@@ -181,8 +182,8 @@ class Timer:
     def passage(self, passage: BlockPass, slowdown: Slowdown = AS_IT_IS) -> BlockPassTime:
         known = self._passages.get((passage, slowdown))
         if known is None:
-            seconds = self._slowed(passage.works, slowdown)[passage.work] * passage.share
-            launches = self.launch_seconds(passage.works)[passage.work] * passage.launched
+            seconds = self._slowed(passage.works, slowdown)[passage.columns.work] * passage.columns.share
+            launches = self.launch_seconds(passage.works)[passage.columns.work] * passage.columns.launched
             known = _time_passage(passage, seconds, launches)
             self._passages[passage, slowdown] = known
         return known
@@ -211,7 +212,7 @@ class Timer:
         )
         streams = StreamSeconds(
             np.array([time.by_stream for time in times], dtype=np.float64).reshape(-1, len(STREAMS)),
-            np.concatenate([np.zeros(0, dtype=np.int8), *(passage.category for passage in passages)]),
+            np.concatenate([np.zeros(0, dtype=np.int8), *(passage.columns.stream for passage in passages)]),
             totals,
         )
         plans: dict[int, tuple[int, int]] = {}  # begin and end by identity: segments of one plan share their events
@@ -286,7 +287,7 @@ def _time_passage(passage: BlockPass, seconds: Floats, launches: Floats) -> Bloc
         total = float(seconds.sum())
         remaining = seconds[::-1].cumsum()[::-1]
         by_host = float((launched + remaining).max(initial=-np.inf))
-        streams = _sums(passage.category, seconds, len(STREAMS))
+        streams = _sums(passage.columns.stream, seconds, len(STREAMS))
         return BlockPassTime(seconds, launches, (total, by_host, of_host), streams)
     pointer, before = passage.edges
     finish, critical = np.empty(count), np.empty(count, dtype=np.int32)
@@ -295,9 +296,9 @@ def _time_passage(passage: BlockPass, seconds: Floats, launches: Floats) -> Bloc
     longest_paths(seconds, pointer, before, np.zeros(count), finish, critical)
     last = int(finish.argmax())
     # Nodes of the computation; the rest is waiting for overlapping work that is on the longest path.
-    by_stream = _sums(passage.category, np.where(passage.beside, 0.0, seconds), len(STREAMS))
+    by_stream = _sums(passage.columns.stream, np.where(passage.columns.beside, 0.0, seconds), len(STREAMS))
     waited = np.zeros(len(STREAMS))
-    add_path(critical, last, passage.category.astype(np.int32), seconds * passage.beside, 1.0, waited)
+    add_path(critical, last, passage.columns.stream.astype(np.int32), seconds * passage.columns.beside, 1.0, waited)
     if waited.any():
         by_stream += max(0.0, float(finish[last] - by_stream.sum())) * waited / waited.sum()
     return BlockPassTime(seconds, launches, (float(finish[last]), by_host, of_host), by_stream)

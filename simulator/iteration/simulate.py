@@ -34,8 +34,8 @@ from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLa
 from stepsight.simulator.durations.segment_timing import AS_IT_IS, OpTimes, Slowdown, Timer, timer_of
 from stepsight.simulator.memory import Memory as Memory
 from stepsight.simulator.memory import estimate_memory
-from stepsight.simulator.programs.block_pass import STREAMS
 from stepsight.simulator.programs.lower import Lowered, lower
+from stepsight.simulator.programs.op_level import STREAMS
 from stepsight.simulator.programs.sizes import REPLICAS, Layout, layout_of, rank_shape
 
 

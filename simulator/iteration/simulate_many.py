@@ -16,8 +16,8 @@ from stepsight.simulator.clock.track import through, track_clocks
 from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.durations.segment_timing import Timer, timer_of
 from stepsight.simulator.iteration.simulate import Simulation, begin_optimizers, enter_optimizers, simulate_lowered
-from stepsight.simulator.programs.block_pass import Work
 from stepsight.simulator.programs.lower import Lowered, lower
+from stepsight.simulator.programs.op_level import Work
 
 
 @dataclass(frozen=True, slots=True)

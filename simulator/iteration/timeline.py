@@ -28,7 +28,7 @@ from stepsight.simulator.clock.trace_writer import TraceWriter, micros, whole_ns
 from stepsight.simulator.iteration.simulate import PipelineRun, Simulation
 from stepsight.simulator.memory import estimate_moments
 from stepsight.simulator.programs.lower import Lowered
-from stepsight.simulator.programs.segment import CLOCK_STREAMS
+from stepsight.simulator.programs.op_level import CLOCK_STREAMS
 from stepsight.simulator.programs.sizes import layout_of
 from stepsight.simulator.schedules import KIND_NAMES
 

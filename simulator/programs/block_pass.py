@@ -1,120 +1,43 @@
-"""One pass through a block as an op-level program, in the order in which a framework's host thread launches its nodes.
-
-Streams: ``compute``; one for each kind of group (``tp``, ``cp``, ``ep``), for copies to the host (``offload``) and for
-traffic between replicas (``dp``, ``dp2``).  An op waits for what the host was told to wait for; a collective starts
-when the computation has come to it.
+"""One pass through a block: what is issued forward and backward, and the positions at which its gradients arrive.
 
 When a pass is over, all of its streams are: what runs across blocks (``dp``) is the segment's business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import HashedTuple, cached, hashed_once
-from stepsight.dataset.graph.program import Dependency, Program, ProgramBuilder
-from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.blocks.step import Block, Comm, Item, Join, LostTime, OverlappedOp, Step
-
-Work = Op | Collective
-
-
-class Issue:
-    """Adds work to a program in the order of issue."""
-
-    def __init__(self, label: str = "", compute_share: float = 0.0) -> None:
-        self._builder = ProgramBuilder(label)
-        self._share = compute_share
-        self._last: int | None = None  # newest node of the computation: an op, or a collective that blocks
-        self._awaited: list[int] = []  # nodes that the next op waits for
-        self._newest: dict[str, int] = {}  # by stream: what runs beside the computation until it is joined
-        self._taken: dict[int, tuple[Collective, str]] = {}  # messages sent since the last computation was issued
-        self.lost: list[int] = []  # nodes of the computation time lost to these messages
-
-    def program(self) -> Program:
-        return self._builder.build()
-
-    def add(self, item: Item, name: str) -> None:
-        if isinstance(item, Op):
-            self._last = self._node(item, "compute", name, self._awaited)
-            self._awaited = []
-        elif isinstance(item, LostTime):
-            self._last = self._node(item.work, "compute", f"{name} (cores)", self._awaited, item.share)
-            self._awaited = []
-        elif isinstance(item, Join):
-            if item.stream in self._newest:
-                self._awaited.append(self._newest.pop(item.stream))
-        elif isinstance(item, Comm) and not item.beside:
-            self.block(item.work, item.stream, name)
-        else:
-            assert isinstance(item, Comm | OverlappedOp), item
-            self._newest[item.stream] = self._node(item.work, item.stream, name, self._reached())
-
-    def block(self, work: Collective, stream: str, name: str) -> int:
-        """A collective that starts when the computation reaches it, and that the computation waits for."""
-        self._last = self._node(work, stream, name, self._reached())
-        self._newest.pop(stream, None)
-        self._awaited = [self._last]
-        return self._last
-
-    def send(
-        self,
-        work: Collective,
-        stream: str,
-        name: str,
-        after: Iterable[int] = (),
-        *,
-        early: bool = False,
-        takes: bool = True,
-    ) -> int:
-        """A collective that overlaps with the computation; the ops after it lose ``compute_share`` of its time.
-
-        ``early``: it was issued long before, and starts when its stream is free.  ``takes``: False for the host's work.
-        """
-        index = self._node(work, stream, name, sorted({*([] if early else self._reached()), *after}))
-        if self._share > 0 and takes:
-            self._taken[index] = (work, name)
-        return index
-
-    def wait(self, index: int) -> None:
-        """Make the next op wait for a node; if no collective overlaps, no time is lost."""
-        if index not in self._awaited:
-            self._awaited.append(index)
-        self._taken.pop(index, None)
-
-    def take_time(self) -> None:
-        """The time that the computation loses to messages in flight, before it continues."""
-        for work, name in self._taken.values():
-            self._last = self._node(work, "compute", f"{name} (cores)", self._awaited, self._share)
-            self.lost.append(self._last)
-            self._awaited = []
-        self._taken.clear()
-
-    def _reached(self) -> list[int]:
-        return sorted({*self._awaited, *([] if self._last is None else [self._last])})
-
-    def _node(self, work: Work, stream: str, name: str, after: Iterable[int], share: float = 1.0) -> int:
-        why = Dependency.SYNCHRONISATION
-        return self._builder.add(work, stream, name, after=after, why=why, share=share)
-
-
-def issue(items: Iterable[tuple[Item, str]]) -> Program:
-    one = Issue()
-    for item, name in items:
-        one.add(item, name)
-    return one.program()
-
+from stepsight.simulator.programs.op_level import STREAMS, Work, dependencies, issue
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "forward", "backward", "input", "weight"
-STREAMS = ("compute", "tp", "cp", "ep", "offload")  # streams
 
 Gradients = HashedTuple[tuple[int, int, bool]]
+
+
+class Columns(NamedTuple):
+    """Nodes of a pass, shape ``(num_nodes,)`` each."""
+
+    work: NDArray[np.int32]  # index of the signature in ``works``
+    # index into ``STREAMS`` of the stream that the time counts for; the host's calls count as host time, like transfers
+    stream: NDArray[np.int8]
+    share: NDArray[np.float64]  # the fraction of its signature's time that the node takes
+    launched: NDArray[np.bool_]  # whether the host launches it: lost time has no launch
+    beside: NDArray[np.bool_]  # whether it overlaps with the computation
+
+
+def _is_beside(item: Item) -> bool:
+    return isinstance(item, OverlappedOp) or (isinstance(item, Comm) and item.beside)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,43 +82,23 @@ class BlockPass:
         return tuple(dict.fromkeys([_work_of(node) for node in self.nodes]))
 
     @cached_property
-    def work(self) -> NDArray[np.int32]:
-        """Signature of each node, shape ``(num_nodes,)``."""
-        place = {work: at for at, work in enumerate(self.works)}
-        return np.array([place[_work_of(node)] for node in self.nodes], dtype=np.int32)
-
-    @cached_property
-    def category(self) -> NDArray[np.int8]:
-        """Index into ``STREAMS`` of each node, shape ``(num_nodes,)``: the stream that its time counts for.
-
-        The host's calls count as host time, like transfers.
-        """
-        of_op = {True: STREAMS.index("offload"), False: 0}
-        return np.array(
-            [of_op[n.record.bound == "host"] if isinstance(n, Op) else STREAMS.index(n.stream) for n in self.nodes],
-            dtype=np.int8,
+    def columns(self) -> Columns:
+        """Facts of each node."""
+        place, nodes = {work: at for at, work in enumerate(self.works)}, self.nodes
+        host = STREAMS.index("offload")
+        streams = [host * (n.record.bound == "host") if isinstance(n, Op) else STREAMS.index(n.stream) for n in nodes]
+        return Columns(
+            np.array([place[_work_of(node)] for node in nodes], dtype=np.int32),
+            np.array(streams, dtype=np.int8),
+            np.array([node.share if isinstance(node, LostTime) else 1.0 for node in nodes]),
+            np.array([not isinstance(node, LostTime) for node in nodes], dtype=np.bool_),
+            np.array([_is_beside(node) for node in nodes], dtype=np.bool_),
         )
-
-    @cached_property
-    def share(self) -> NDArray[np.float64]:
-        """The fraction of its signature's time that each node takes, shape ``(num_nodes,)``."""
-        return np.array([node.share if isinstance(node, LostTime) else 1.0 for node in self.nodes])
-
-    @cached_property
-    def launched(self) -> NDArray[np.bool_]:
-        """Whether the host launches each node (lost time has no launch), shape ``(num_nodes,)``."""
-        return np.array([not isinstance(node, LostTime) for node in self.nodes], dtype=np.bool_)
-
-    @cached_property
-    def beside(self) -> NDArray[np.bool_]:
-        """Whether each node overlaps with the computation, shape ``(num_nodes,)``."""
-        beside = [isinstance(n, OverlappedOp) or (isinstance(n, Comm) and n.beside) for n in self.nodes]
-        return np.array(beside, dtype=np.bool_)
 
     @cached_property
     def serial(self) -> bool:
         """Whether each node waits for the one before it; a passage can then be cut anywhere."""
-        if not self.beside.any():
+        if not self.columns.beside.any():
             return True
         follows = {before for before, after, _ in self.program.all_edges() if after == before + 1}
         return len(follows) >= len(self.program) - 1
@@ -208,16 +111,6 @@ class BlockPass:
 
 def _work_of(node: Op | Comm | OverlappedOp | LostTime) -> Work:
     return node if isinstance(node, Op) else node.work
-
-
-def dependencies(program: Program) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Dependencies of every node in CSR (pointer, before), with stream order, without duplicates."""
-    incoming: list[list[int]] = [[] for _ in program.nodes]
-    for earlier, later, _ in program.all_edges():
-        if earlier not in incoming[later]:
-            incoming[later].append(earlier)
-    pointer = np.cumsum([0, *map(len, incoming)], dtype=np.int32)
-    return pointer, np.array([need for needs in incoming for need in needs], dtype=np.int32)
 
 
 def forward_pass(block: Block, casts: str = "") -> BlockPass:
@@ -289,7 +182,7 @@ def _closed(items: list[tuple[Item, str]], gradients: Sequence[tuple[int, int, b
     """A passage that ends when all of its streams have finished."""
     running: dict[str, None] = {}
     for item, _ in items:
-        if isinstance(item, OverlappedOp) or (isinstance(item, Comm) and item.beside):
+        if isinstance(item, Comm | OverlappedOp) and _is_beside(item):
             running[item.stream] = None
         elif isinstance(item, Join | Comm):
             running.pop(item.stream, None)

@@ -178,10 +178,10 @@ def _lower(asked: _Asked) -> Lowered:
     replicas = replicas_of(asked.zero, asked.groups, asked.semantics, beside=asked.beside, share=asked.share)
     if overlap.gathers_lists:
         layers = [unit for part in parts for unit in part_units(shape, part) if not unit.root]
-        if max((numel for unit in layers for numel in unit.tensors), default=0) >= _MOST_LIVE:
+        if max((numel for unit in layers for numel in unit.tensors[False]), default=0) >= _MOST_LIVE:
             replicas = replace(replicas, gathering=replace(replicas.gathering, prefetch=0))
     if overlap.by_rank and replicas.shards > 1:  # a rank's bucket that is never full is sent after the last backward
-        numel = sum(unit.times * unit.numel for part in parts for unit in part_units(shape, part))
+        numel = sum(unit.times * sum(unit.tensors[False]) for part in parts for unit in part_units(shape, part))
         full = numel // track.num_stages * replicas.gradient_bytes >= replicas.bucket_bytes * replicas.shards
         replicas = replace(replicas, overlap_gradients=replicas.overlap_gradients and full)
     form = asked.optimizer if asked.optimizer in PASSES else asked.semantics.optimizer
@@ -426,7 +426,7 @@ def _sum_buckets(builder: SegmentBuilder, shape: RankShape, parts: Parts, replic
     for expert in (False, True):
         buckets = [0]  # elements; the last one is being filled
         for unit in units:
-            for tensor in (unit.expert_tensors if expert else unit.tensors) * unit.times:
+            for tensor in unit.tensors[expert] * unit.times:
                 buckets[-1] += tensor
                 if buckets[-1] * replicas.gradient_bytes >= replicas.bucket_bytes:
                     buckets.append(0)

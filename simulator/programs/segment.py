@@ -3,7 +3,9 @@
 A segment is a list of *events* in the order of issue.  Repeated layers are one event, so its cost grows with the
 replicas' messages, not with ops; ``program`` writes all of it out at op level, and takes exactly as long.
 
-A plan is a segment of slots, placeholders for passages and collectives, which the work of one rank fills.
+A plan is a segment of slots, placeholders for passages and collectives, which the work of one rank fills.  Strategies
+that differ in micro-batch, degrees or replicas run the same events with other work, so a plan of a part's forward or
+backward is made once for all of them.
 """
 
 from __future__ import annotations
@@ -16,14 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.caching import HashedTuple, cached
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.step import Item
-from stepsight.simulator.clock.engine import BLOCK, COMPUTE, DATA, NUM_CLOCKS, ON_HOST, RUN, SECOND, SEND, WAIT
-from stepsight.simulator.programs.block_pass import STREAMS, BlockPass, Issue, Work, dependencies, items_pass
+from stepsight.simulator.clock.engine import BLOCK, DATA, ON_HOST, RUN, SECOND, SEND, WAIT
+from stepsight.simulator.programs.block_pass import WEIGHT, BlockPass, items_pass
+from stepsight.simulator.programs.op_level import Issue, OpGraph, Work, Written, op_graph, write_out
+from stepsight.simulator.programs.sizes import Replicas, bucket_works
 
-CLOCK_STREAMS = ("compute", "dp", "dp2")
 BUCKET_NAMES = ("gradients{}", "expert_gradients{}")  # of ordinary parameters, of experts
 
 
@@ -52,7 +55,7 @@ class Segment:
     @property
     def program(self) -> Program:
         """Everything at op level."""
-        return self._written[0]
+        return self._written.program
 
     @cached_property
     def works(self) -> tuple[Work, ...]:
@@ -77,57 +80,12 @@ class Segment:
 
     @cached_property
     def graph(self) -> OpGraph:
-        return _graph(self.works, *self._written)
+        return op_graph(self.works, self._written)
 
     @cached_property
-    def _written(self) -> tuple[Program, list[int], list[int], list[int]]:
-        return _write_out(self)
-
-
-@dataclass(frozen=True, eq=False)
-class OpGraph:
-    """A program as arrays."""
-
-    work: NDArray[np.int32]  # index of each node's signature, shape (num_nodes,)
-    share: NDArray[np.float64]  # part of the signature's time, same shape
-    clock: NDArray[np.int8]  # the clock of each node's stream, same shape
-    # pointer, before: dependencies in CSR, stream order included
-    pointer: NDArray[np.int32]
-    before: NDArray[np.int32]
-    first: NDArray[np.int64]  # the first node of each clock's stream, -1 if none, shape (NUM_CLOCKS,)
-    is_op: NDArray[np.bool_]  # whether each node is an op of the device, shape (num_nodes,)
-    taken: NDArray[np.bool_]  # whether each node is time that the computation loses to a collective, same shape
-    sent: NDArray[np.bool_]  # whether each node is a replica's collective, or time that is lost to one, same shape
-    blocks: NDArray[np.bool_]  # whether the computation waits for each node immediately, same shape
-    early: NDArray[np.bool_]  # whether each node was issued before the segment began, same shape
-    # index into passages.STREAMS of each node of a passage, one more for all others, same shape
-    stream: NDArray[np.int8]
-
-
-def _graph(works: Sequence[Work], program: Program, blocking: list[int], early: list[int], lost: list[int]) -> OpGraph:
-    """A program as arrays; the rest as ``_write_out`` gives it."""
-    place = {work: index for index, work in enumerate(works)}
-    clocks = {stream: clock for clock, stream in enumerate(CLOCK_STREAMS)}
-    streams = {stream: index for index, stream in enumerate(STREAMS)}
-    nodes, numbers = program.nodes, np.arange(len(program.nodes))
-    clock = np.array([clocks.get(node.stream, COMPUTE) for node in nodes], dtype=np.int8)
-    is_op = np.array([isinstance(node.work, Op) for node in nodes], dtype=np.bool_)
-    taken = np.array([node.stream == "compute" for node in nodes], dtype=np.bool_) & ~is_op
-    stream = np.array([streams.get(node.stream, len(STREAMS)) for node in nodes], dtype=np.int8)
-    stream[[isinstance(node.work, Op) and node.work.record.bound == "host" for node in nodes]] = streams["offload"]
-    return OpGraph(
-        np.array([place[node.work] for node in nodes], dtype=np.int32),
-        np.array([node.share for node in nodes]),
-        clock,
-        *dependencies(program),
-        np.array([np.argmax(clock == c) if (clock == c).any() else -1 for c in range(NUM_CLOCKS)]),
-        is_op,
-        taken,
-        (clock > COMPUTE) | np.isin(numbers, lost),
-        np.isin(numbers, blocking),
-        np.isin(numbers, early),
-        np.where(taken, np.int8(len(STREAMS)), stream),
-    )
+    def _written(self) -> Written:
+        out = Issue(self.label, self.compute_share)
+        return write_out(out, self.events, self.names, lambda at, *ends: self.passages[at].between(*ends), self.sent)
 
 
 NUM_COLUMNS = 8
@@ -248,32 +206,6 @@ def _events(rows: tuple[_Row, ...]) -> NDArray[np.int32]:
     return np.array(rows, dtype=np.int32).reshape(-1, NUM_COLUMNS)
 
 
-def _write_out(segment: Segment) -> tuple[Program, list[int], list[int], list[int]]:
-    """Nodes of every event with their dependencies; which ones block the computation, are early, or are lost time."""
-    out = Issue(segment.label, segment.compute_share)
-    nodes: list[int] = []  # of each event, -1 if it has none
-    for kind, what, a, b, times, label, number, step in segment.events.tolist():
-        name, node = segment.names[label], -1
-        if kind == RUN:
-            out.take_time()
-            for turn in range(times):
-                prefix = name.format(number + turn * step)
-                for item, own in segment.passages[what].between(a, b):
-                    out.add(item, ".".join(filter(None, (prefix, own))))
-        elif kind == WAIT:
-            out.wait(nodes[what])
-        elif kind == BLOCK:
-            node = out.block(segment.sent[what], CLOCK_STREAMS[a], name.format(number))
-        else:
-            after = [nodes[b]] if b >= 0 else []
-            takes, early = times != ON_HOST, times == 1
-            node = out.send(segment.sent[what], CLOCK_STREAMS[a], name.format(number), after, early=early, takes=takes)
-        nodes.append(node)
-    rows = list(zip(nodes, segment.events[:, 0].tolist(), segment.events[:, 4].tolist(), strict=True))
-    blocking = [node for node, kind, _ in rows if kind == BLOCK]
-    return out.program(), blocking, [node for node, kind, soon in rows if kind == SEND and soon == 1], out.lost
-
-
 TWICE = "_twice"
 ROOT = -1  # replaces a unit's index: the units that FSDP wraps with the model itself
 
@@ -310,3 +242,207 @@ class UnitPattern(NamedTuple):
     def run(self) -> Slot:
         """The slot of its own passage."""
         return Slot("run", self.number, num_nodes=self.num_nodes)
+
+
+Patterns = HashedTuple[UnitPattern]
+
+
+def _one_by_one(units: Patterns) -> list[tuple[UnitPattern, int]]:
+    """Each block of some units with its number, in order."""
+    return [(unit, unit.first + turn) for unit in units for turn in range(unit.times)]
+
+
+class _Gathers:
+    """FSDP's all-gathers of parameters; if they overlap, they run some units ahead of the computation.
+
+    They come in the order of use: the root first; in backward only layers, as the root stays gathered.
+    ``twice``: whether recomputation and backward each gather what they use.
+    """
+
+    def __init__(
+        self, builder: SegmentBuilder, units: Patterns, replicas: Replicas, *, backward: bool, twice: bool = False
+    ) -> None:
+        layers = [(unit, number) for unit, number in _one_by_one(units) if not unit.root]
+        wrapped = [unit for unit in units if unit.root]
+        there = any(u.numel for u in wrapped), any(u.expert_numel for u in wrapped)
+        root = UnitPattern(ROOT, "root", 0, 1, True, 0, 0, (0, 0), *there)
+        self._builder, self._replicas = builder, replicas
+        self._units = layers[::-1] if backward else ([(root, 0)] if root.numel else []) + layers
+        # Parameters that stay are all on their way before the computation begins: nothing needs to be freed before.
+        self._early = not backward and not replicas.gathering.reshard and replicas.beside
+        self._suffix = TWICE if twice else ""
+        # In backward the next unit is asked for early even where that hides nothing (on CPU).
+        self._ahead = replicas.gathering.prefetch if backward or replicas.beside else 0
+        self._asked = self._used = 0
+        self._steady = 0  # consecutive units with the same events
+        self._flying: list[tuple[int, ...]] = []  # events of gathers whose unit has not been used yet
+
+    def ask(self) -> None:
+        while self._asked < len(self._units) and len(self._flying) < self._ahead:
+            self._issue()
+
+    def arrive(self) -> None:
+        """Wait for the oldest gathered unit, and copy it out into parameters."""
+        again = self._used > 0 and self._units[self._used][0] is self._units[self._used - 1][0]
+        self._steady = self._steady + 1 if again and len(self._flying) == self._ahead else 0
+        if not self._flying:
+            self._issue()
+        for event in self._flying.pop(0):
+            self._builder.wait(event)
+        unit, number = self._units[self._used]
+        self._used += 1
+        self._builder.run(Slot(f"copy_out{self._suffix}", unit.number), unit.name, number)
+
+    def repeat(self, unit: UnitPattern, since: int, most: int, step: int) -> int:
+        """Repeat the events of a layer for the next layers as long as they wait for and gather the same sizes; return
+        the number of repetitions.
+        """
+        if unit.root or self._steady <= self._ahead or len(self._flying) < self._ahead:
+            return 0  # the gather that it waited for was started by a unit of another kind
+        units, last, count = self._units, self._units[self._used - 1][0], 0
+        while count < most and self._asked + count < len(units):
+            if units[self._used + count][0] is not last or units[self._asked + count][0] is not last:
+                break
+            count += 1
+        if count > 0:
+            shift = self._builder.repeat(since, count, step)
+            self._used += count
+            self._asked += count
+            self._flying = [tuple(event + shift for event in events) for events in self._flying]
+        return count
+
+    def _issue(self) -> None:
+        (unit, number), groups = self._units[self._asked], self._replicas.groups
+        self._asked += 1
+        gathering = self._replicas.gathering
+        nodes = 3 if gathering.lists else 1 + gathering.casts  # lists: with the whole tensor, and the host's list work
+        self._builder.run(Slot(f"copy_in{self._suffix}", unit.number, num_nodes=nodes), unit.name, number)
+        events = []
+        for group, there, clock in ((groups.shard, unit.numel, DATA), (groups.experts, unit.expert_numel, SECOND)):
+            if not there or group.size == 1:
+                continue
+            gather = Slot(f"gather{self._suffix}", unit.number, clock == SECOND)
+            name = f"{unit.name}.parameters"
+            if self._replicas.beside:
+                events.append(self._builder.send(gather, clock, name, number, early=self._early))
+            else:
+                self._builder.block(gather, clock, name, number)
+        self._flying.append(tuple(events))
+
+
+class BackwardTraffic(NamedTuple):
+    """The events of a backward segment besides its passages."""
+
+    every: int  # as in Recompute
+    gathers: bool  # whether parameters are gathered again (FSDP)
+    reduces: bool  # whether gradients are sent
+    accumulates: bool  # whether sums are then added to those of earlier micro-batches
+    again: bool = False  # whether parameters are gathered for recomputation, and once more for backward
+
+
+@cached(4096)
+def forward_plan(units: Patterns, replicas: Replicas) -> Segment:
+    """Plan of the forward of one micro-batch; ``units``: in forward order; ``replicas``: their ``pattern``."""
+    joined = replicas.fully_sharded and not replicas.beside
+    builder = SegmentBuilder("forward", replicas.compute_share, joined)
+    if replicas.size == 1:
+        for unit in units:
+            builder.run(unit.run, unit.name, unit.first, times=unit.times)
+    elif replicas.fully_sharded:
+        gathers = _Gathers(builder, units, replicas, backward=False)
+        if any(unit.root for unit in units):
+            gathers.arrive()
+        for unit in units:
+            turn = 0
+            while turn < unit.times:
+                since, number = builder.num_events, unit.first + turn
+                if not unit.root:
+                    gathers.arrive()
+                    gathers.ask()  # parameters of the next layers are gathered during this one
+                builder.run(unit.run, unit.name, number)
+                turn += 1 + gathers.repeat(unit, since, unit.times - turn - 1, 1)
+    else:  # parameters of the optimizer's shards; each gather is waited for before its first use
+        each, groups = _one_by_one(units), replicas.groups
+        sent: list[list[int]] = [[] for _ in each]
+        for (unit, number), events in zip(each, sent, strict=True):
+            for group, there, clock in ((groups.shard, unit.numel, DATA), (groups.experts, unit.expert_numel, SECOND)):
+                if group.size > 1 and there:
+                    gather = Slot("gather", unit.number, clock == SECOND)
+                    events.append(builder.send(gather, clock, f"{unit.name}.parameters", number, early=True))
+        for (unit, number), events in zip(each, sent, strict=True):
+            for event in events:
+                builder.wait(event)
+            builder.run(unit.run, unit.name, number)
+    return builder.build()
+
+
+@cached(4096)
+def backward_plan(units: Patterns, replicas: Replicas, label: str, traffic: BackwardTraffic) -> Segment:
+    """Plan of the backward of one micro-batch whose gradients are not sent bucket by bucket.
+
+    ``label``: ``backward``, ``input`` or ``weight``; ``traffic``: what it does beside its passages.
+    """
+    joined = replicas.fully_sharded and not replicas.beside
+    builder = SegmentBuilder(label, replicas.compute_share if replicas.size > 1 else 0.0, joined)
+    if replicas.fully_sharded and traffic.gathers and label != WEIGHT:
+        _run_gathered(builder, units, replicas, traffic)
+    elif traffic.reduces:  # gradients are scattered unit by unit
+        for unit in reversed(units):
+            since, newest = builder.num_events, unit.first + unit.times - 1
+            builder.run(unit.run, unit.name, newest, -1)
+            _reduce_unit(builder, replicas, unit.number, unit.tensors, (newest, traffic.accumulates))
+            if unit.times > 1:
+                builder.repeat(since, unit.times - 1, -1)
+    else:
+        for unit in reversed(units):
+            builder.run(unit.run, unit.name, unit.first + unit.times - 1, -1, times=unit.times)
+    return builder.build()
+
+
+def _run_gathered(builder: SegmentBuilder, units: Patterns, replicas: Replicas, traffic: BackwardTraffic) -> None:
+    """FSDP: layers are gathered before their use; the root's gradients are reduced at the end."""
+    gathers = _Gathers(builder, units, replicas, backward=True, twice=traffic.again)
+    for unit in reversed(units):
+        if unit.root:
+            loss, nodes = unit.loss_nodes, unit.num_nodes
+            builder.run(unit.run, unit.name, nodes=(0, loss))
+            if loss:
+                gathers.ask()  # the last layer's parameters are gathered during the head, without its loss
+            builder.run(unit.run, unit.name, nodes=(loss, nodes))
+            continue
+        turn = 0
+        while turn < unit.times:
+            since, number = builder.num_events, unit.first + unit.times - 1 - turn
+            gathers.arrive()
+            gathers.ask()
+            lists = traffic.reduces and replicas.gathering.lists  # the host splits them while the device computes
+            cut = builder.host(Slot("grad_lists", unit.number), f"{unit.name}.lists", number) if lists else -1
+            builder.run(unit.run, unit.name, number, -1)
+            if traffic.reduces:  # buckets are numbered like the layers
+                _reduce_unit(builder, replicas, unit.number, unit.tensors, (number, traffic.accumulates))
+            if lists:
+                builder.wait(cut)
+            turn += 1 + gathers.repeat(unit, since, unit.times - turn - 1, -1)
+    if traffic.reduces:
+        number = sum(unit.times for unit in units if not unit.root)
+        tensors = [unit.tensors for unit in units if unit.root]
+        others, experts = sum(other for other, _ in tensors), sum(expert for _, expert in tensors)
+        _reduce_unit(builder, replicas, ROOT, (others, experts), (number, traffic.accumulates))
+
+
+def _reduce_unit(
+    builder: SegmentBuilder, replicas: Replicas, unit: int, tensors: Sequence[int], how: tuple[int, bool]
+) -> None:
+    number, accumulate = how
+    for expert in (False, True):
+        if not tensors[expert]:
+            continue
+        name = BUCKET_NAMES[expert]
+        if replicas.zero_stage == 3:
+            builder.run(Slot("grad_in", unit, expert), name, number)
+        wait = replicas.zero_stage == 3 and not replicas.beside
+        works = enumerate(bucket_works(replicas, 1, expert=expert))
+        slots = [None if work is None else Slot("reduce", unit, expert, second=at == 1) for at, work in works]
+        builder.reduce(slots, number, expert=expert, wait=wait)
+        if accumulate and replicas.accumulates_shards:
+            builder.run(Slot("add", unit, expert, num_nodes=tensors[expert]), name, number)

@@ -29,16 +29,18 @@ from stepsight.simulator.programs.block_pass import (
     forward_pass,
     items_pass,
 )
-from stepsight.simulator.programs.part_plan import (
+from stepsight.simulator.programs.buckets import BucketPlan, plan_buckets, send_buckets
+from stepsight.simulator.programs.segment import (
+    ROOT,
+    TWICE,
     BackwardTraffic,
-    BucketPlan,
     Patterns,
+    Segment,
+    Slot,
+    UnitPattern,
     backward_plan,
     forward_plan,
-    plan_buckets,
-    send_buckets,
 )
-from stepsight.simulator.programs.segment import ROOT, TWICE, Segment, Slot, UnitPattern
 from stepsight.simulator.programs.sizes import SILENT, PartShape, Replicas, bucket_works
 
 Tensors = tuple[tuple[int, ...], tuple[int, ...]]  # elements of others' and of experts' parameter tensors
@@ -56,38 +58,25 @@ class Unit:
     root: bool = False  # whether FSDP wraps them with the model itself rather than each on its own
 
     @property
-    def tensors(self) -> tuple[int, ...]:
-        """Elements of the parameter tensors of one block, without experts, in the order in which gradients arrive."""
-        return _tensors(self.block)[0]
-
-    @property
-    def expert_tensors(self) -> tuple[int, ...]:
-        """The same of experts."""
-        return _tensors(self.block)[1]
-
-    @property
-    def numel(self) -> int:
-        """Elements of all parameters of one block, without experts."""
-        return sum(self.tensors)
+    def tensors(self) -> Tensors:
+        """Elements of the parameter tensors of one block, of others and of experts, in the order in which gradients
+        arrive.
+        """
+        known = _TENSORS.get(id(self.block))
+        if known is None:
+            found: tuple[list[int], list[int]] = ([], [])
+            for step in reversed(self.block):
+                found[step.expert].extend(step.parameters)
+            _TENSORS[id(self.block)] = known = (self.block, (tuple(found[0]), tuple(found[1])))
+        return known[1]
 
 
 _TENSORS: Memo[int, tuple[Block, Tensors]] = Memo("tensors of blocks", 20_000)
 
 
-def _tensors(block: Block) -> Tensors:
-    """Parameter tensors of a block, without experts and of experts, in the order in which gradients arrive."""
-    known = _TENSORS.get(id(block))
-    if known is None:
-        found: tuple[list[int], list[int]] = ([], [])
-        for step in reversed(block):
-            found[step.expert].extend(step.parameters)
-        _TENSORS[id(block)] = known = (block, (tuple(found[0]), tuple(found[1])))
-    return known[1]
-
-
 def _root_tensors(units: tuple[Unit, ...]) -> Tensors:
     """The same of the units that FSDP wraps with the model."""
-    wrapped = [_tensors(unit.block) for unit in reversed(units) if unit.root]
+    wrapped = [unit.tensors for unit in reversed(units) if unit.root]
     return tuple(chain(*(others for others, _ in wrapped))), tuple(chain(*(experts for _, experts in wrapped)))
 
 
@@ -214,7 +203,7 @@ def _segment(shape: RankShape, part: PartShape, call: Call) -> Segment:
     def work(slot: Slot) -> BlockPass | Collective | Op:
         if slot.what == "run":
             return passages[slot.unit]
-        tensors = _root_tensors(units) if slot.unit == ROOT else _tensors(units[slot.unit].block)
+        tensors = _root_tensors(units) if slot.unit == ROOT else units[slot.unit].tensors
         return _replica_work((slot.what, slot.expert, slot.second), tensors, dtypes, replicas)
 
     return plan.filled(work)
@@ -297,7 +286,7 @@ def _part_run(
     passages = tuple([block_pass_of(u.block, spec if u.again and not u.root else once, to) for u in units])
     numbers = []
     for u, p in zip(units, passages, strict=True):
-        others, experts = _tensors(u.block)
+        others, experts = u.tensors
         loss = p.first_step if u.name == "head" else 0  # of a head's backward, the first step is the loss
         there = (len(others), len(experts)), sum(others) > 0, sum(experts) > 0
         numbers.append((u.name, u.first, u.times, u.root, p.num_nodes, loss, *there))

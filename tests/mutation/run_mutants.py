@@ -67,7 +67,7 @@ TESTS: dict[str, tuple[str, ...]] = {
                                        "tests/simulator/blocks")
        for name in ("attention", "family", "layer_parts", "moe", "step")},
     **{f"simulator/programs/{name}.py": (RECORDED, "tests/simulator/programs", SIMULATE)
-       for name in ("block_pass", "lower", "part_plan", "segment", "sizes", "stage")},
+       for name in ("block_pass", "lower", "buckets", "op_level", "segment", "sizes", "stage")},
     **{f"dataset/kinds/{name}_kinds.py": ("tests/dataset/kinds/test_closed_forms.py", "tests/dataset/kinds")
        for name in ("collective", "compute", "memory")},
     "gnn/context_model.py": ("tests/gnn/test_context_model.py",),

@@ -41,7 +41,9 @@ def _seconds(passage: BlockPass) -> float:
         return PRODUCT if work.family == "gemm" else 0.0
 
     works = np.array([one(work) for work in passage.works])
-    return _time_passage(passage, works[passage.work] * passage.share, np.zeros(passage.num_nodes)).paths[0]
+    return _time_passage(
+        passage, works[passage.columns.work] * passage.columns.share, np.zeros(passage.num_nodes)
+    ).paths[0]
 
 
 def _column(shape: RankShape) -> Block:

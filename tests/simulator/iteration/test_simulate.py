@@ -20,8 +20,7 @@ from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.durations.segment_timing import Timer
 from stepsight.simulator.iteration.simulate import Simulation, distinct_pipelines, simulate, simulate_lowered
 from stepsight.simulator.iteration.simulate_many import STEP, can_simulate_many, simulate_many
-from stepsight.simulator.programs.block_pass import Work
-from stepsight.simulator.programs.segment import CLOCK_STREAMS
+from stepsight.simulator.programs.op_level import CLOCK_STREAMS, Work
 from stepsight.simulator.schedules.order import COMPUTE, POST
 from tests.simulator.any_job import FABRIC, devices, jobs
 from tests.simulator.conftest import JobMaker

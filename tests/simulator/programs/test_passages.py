@@ -13,9 +13,9 @@ from stepsight.simulator.programs.block_pass import (
     WEIGHT,
     BackwardSpec,
     backward_pass,
-    dependencies,
     forward_pass,
 )
+from stepsight.simulator.programs.op_level import dependencies
 from tests.simulator.any_job import EXPERTS, LATENT
 from tests.simulator.blocks.shapes import small_shape
 

@@ -12,8 +12,7 @@ from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.step import Item
 from stepsight.simulator.clock.engine import DATA, SECOND
 from stepsight.simulator.programs.lower import Lowered, lower
-from stepsight.simulator.programs.part_plan import _Gathers
-from stepsight.simulator.programs.segment import Segment, SegmentBuilder
+from stepsight.simulator.programs.segment import Segment, SegmentBuilder, _Gathers
 from tests.simulator.any_job import devices, jobs
 from tests.simulator.conftest import JobMaker
 
