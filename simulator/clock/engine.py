@@ -137,9 +137,6 @@ class StreamSeconds(NamedTuple):
     totals: Floats
 
 
-NO_STREAMS = StreamSeconds(np.empty((0, 0)), np.empty(0, dtype=np.int8), np.empty(0))
-
-
 @compiled
 def run_events(segments: SegmentList, passages: BlockPassTable, streams: StreamSeconds, ends: Floats) -> None:
     """Find the longest paths through segments' events from each of the starts to each clock.

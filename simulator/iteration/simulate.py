@@ -25,7 +25,6 @@ from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.hardware.hardware import HARDWARE, Hardware
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.job.sharding import RankTables
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.dlrm import INDICES, SUMS, lookup_ops
 from stepsight.simulator.clock.engine import HOST, NUM_CLOCKS, Floats, Ints, add_path
@@ -407,22 +406,19 @@ def _break_down(simulation: Simulation) -> dict[str, float]:
         seconds["bubble"] = max(0.0, total - sum(seconds.values()))
     found = {category: float(seconds[category]) for category in CATEGORIES}
     tables = rank_shape(simulation.job).tables if simulation.job.model.tables else None
-    return found if tables is None else _of_tables(simulation, found, tables)
+    if tables is None:
+        return found
+    # Lookups of the mean rank, what the slowest one takes beyond, the dense part, and the two exchanges as far as the
+    # computation waits for them.
+    lookups = float(simulation.timer.work_seconds(lookup_ops(tables)).sum()) * low.num_micro_batches
+    parts = {"lookups": lookups * tables.mean_share, "imbalance": lookups * (1.0 - tables.mean_share)}
+    parts["dense"] = max(found.pop("compute") - lookups, 0.0)
+    parts |= {line: found.pop(f"{stream}_communication") for stream, line in _LINES.items()}
+    return parts | {key: value for key, value in found.items() if key not in ("tp_communication", "pp_communication")}
 
 
 # Lines of the breakdown of a recommendation model, in place of those of its streams.
 _LINES = {INDICES: "index_exchange", SUMS: "all_to_all"}
-
-
-def _of_tables(simulation: Simulation, seconds: dict[str, float], tables: RankTables) -> dict[str, float]:
-    """The breakdown of a recommendation model: lookups of the mean rank, what the slowest one takes beyond, the dense
-    part, and the two exchanges as far as the computation waits for them.
-    """
-    lookups = float(simulation.timer.work_seconds(lookup_ops(tables)).sum()) * simulation.lowered.num_micro_batches
-    found = {"lookups": lookups * tables.mean_share, "imbalance": lookups * (1.0 - tables.mean_share)}
-    found["dense"] = max(seconds.pop("compute") - lookups, 0.0)
-    found |= {line: seconds.pop(f"{stream}_communication") for stream, line in _LINES.items()}
-    return found | {key: value for key, value in seconds.items() if key not in ("tp_communication", "pp_communication")}
 
 
 def _ends(pipeline_run: PipelineRun, transition: Floats, messages: Floats) -> Floats:

@@ -41,11 +41,9 @@ class Issue:
 
     def add(self, item: Item, name: str) -> None:
         if isinstance(item, Op):
-            self._last = self._node(item, "compute", name, self._awaited)
-            self._awaited = []
+            self._compute(item, name)
         elif isinstance(item, LostTime):
-            self._last = self._node(item.work, "compute", f"{name} (cores)", self._awaited, item.share)
-            self._awaited = []
+            self._compute(item.work, f"{name} (cores)", item.share)
         elif isinstance(item, Join):
             if item.stream in self._newest:
                 self._awaited.append(self._newest.pop(item.stream))
@@ -90,10 +88,13 @@ class Issue:
     def take_time(self) -> None:
         """The time that the computation loses to messages in flight, before it continues."""
         for work, name in self._taken.values():
-            self._last = self._node(work, "compute", f"{name} (cores)", self._awaited, self._share)
-            self.lost.append(self._last)
-            self._awaited = []
+            self.lost.append(self._compute(work, f"{name} (cores)", self._share))
         self._taken.clear()
+
+    def _compute(self, work: Work, name: str, share: float = 1.0) -> int:
+        self._last = self._node(work, "compute", name, self._awaited, share)
+        self._awaited = []
+        return self._last
 
     def _reached(self) -> list[int]:
         return sorted({*self._awaited, *([] if self._last is None else [self._last])})

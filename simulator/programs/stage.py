@@ -74,12 +74,6 @@ class Unit:
 _TENSORS: Memo[int, tuple[Block, Tensors]] = Memo("tensors of blocks", 20_000)
 
 
-def _root_tensors(units: tuple[Unit, ...]) -> Tensors:
-    """The same of the units that FSDP wraps with the model."""
-    wrapped = [unit.tensors for unit in reversed(units) if unit.root]
-    return tuple(chain(*(others for others, _ in wrapped))), tuple(chain(*(experts for _, experts in wrapped)))
-
-
 @cached(4096)
 def part_units(shape: RankShape, part: PartShape, every: int = 1) -> tuple[Unit, ...]:
     """Blocks of a part in forward order; every ``every``-th layer is recomputed."""
@@ -203,7 +197,8 @@ def _segment(shape: RankShape, part: PartShape, call: Call) -> Segment:
     def work(slot: Slot) -> BlockPass | Collective | Op:
         if slot.what == "run":
             return passages[slot.unit]
-        tensors = _root_tensors(units) if slot.unit == ROOT else units[slot.unit].tensors
+        own = [u.tensors for u in reversed(units) if u.root] if slot.unit == ROOT else [units[slot.unit].tensors]
+        tensors = tuple(chain(*(others for others, _ in own))), tuple(chain(*(experts for _, experts in own)))
         return _replica_work((slot.what, slot.expert, slot.second), tensors, dtypes, replicas)
 
     return plan.filled(work)
