@@ -132,20 +132,16 @@ class BetweenNodes(Saved):
     def seconds(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:
         """Seconds of each collective alone, ``(collectives,)``."""
         seconds = np.asarray(self.parts(collectives, fabric).sum(axis=1))
-        layouts: dict[tuple[str, int, int], list[int]] = {}
-        for index, collective in enumerate(collectives):
-            if collective.kind in self.residuals:
-                layout = (collective.kind, collective.num_nodes, collective.ranks_per_node)
-                layouts.setdefault(layout, []).append(index)
-        for layout, members in layouts.items():
-            num_bytes = np.array([collectives[index].num_bytes for index in members], dtype=np.float64)
-            seconds[members] = read_curve(self._curve(*layout, fabric), num_bytes)
+        if not self.residuals:
+            return seconds
+        layouts = rows_by((each.kind, each.num_nodes, each.ranks_per_node) for each in collectives)
+        for (kind, nodes, near), members in layouts.items():
+            if kind in self.residuals:  # the corrected seconds of a layout never fall with size
+                works = [Collective(kind, size, nodes * near, near) for size in KNOTS.tolist()]
+                logs = np.log(self.parts(works, fabric).sum(axis=1)) + self.residuals[kind].log_factor(works)
+                num_bytes = np.array([collectives[index].num_bytes for index in members], dtype=np.float64)
+                seconds[members] = read_curve(never_falling(logs), num_bytes)
         return seconds
-
-    def _curve(self, kind: str, nodes: int, near: int, fabric: Fabric) -> Array:
-        """Logarithm of the corrected seconds of a layout at ``KNOTS``: they never fall with size."""
-        works = [Collective(kind, size, nodes * near, near) for size in KNOTS.tolist()]
-        return never_falling(np.log(self.parts(works, fabric).sum(axis=1)) + self.residuals[kind].log_factor(works))
 
     def parts(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:
         """Seconds of each collective by ``CHOICE_TERMS`` in the cheapest choice, ``(collectives, terms)``."""

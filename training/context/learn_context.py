@@ -80,16 +80,13 @@ class HeldBackRun:
             tuple(phase for _, phase in nodes),
         )
 
-    def errors(self, strengths: Array) -> HeldBackErrors:
-        """Of its nodes, with some strengths."""
-        return HeldBackErrors(self.kinds, self.phases, self._off(strengths), self.weight)
-
-    def _off(self, strengths: Array) -> Array:
+    def off(self, strengths: Array) -> Array:
+        """``log(measured / predicted)`` of its nodes with some strengths, ``(n,)``."""
         return np.asarray(self.target - np.clip(self.parts @ strengths, -BOUND, BOUND))
 
     def op_error(self, strengths: Array) -> float:
         """Mean absolute log error of ops, weighted by time; NaN without traces."""
-        return float(self.op_weight @ np.abs(self._off(strengths))) if self.op_weight.any() else float("nan")
+        return float(self.op_weight @ np.abs(self.off(strengths))) if self.op_weight.any() else float("nan")
 
     def iteration(self, strengths: Array) -> tuple[float, Array]:
         """Seconds of the iteration, and the slope of their logarithm by strengths, ``(3,)``."""
@@ -161,7 +158,8 @@ class HeldBack:
     def doubts(self, form: str) -> NodeDoubts:
         """Of single nodes by one form of the network, from the runs' errors."""
         strengths = [FORMS[form]] * len(self._runs) if form in FORMS else self._by_others
-        return fit_doubts([run.errors(np.array(own)) for run, own in zip(self._runs, strengths, strict=True)])
+        pairs = zip(self._runs, strengths, strict=True)
+        return fit_doubts([HeldBackErrors(r.kinds, r.phases, r.off(np.array(own)), r.weight) for r, own in pairs])
 
     def _judge(self, strengths: Array) -> Errors:
         """Errors where each run has its own strengths, ``(runs, 3)``."""

@@ -257,27 +257,17 @@ def fit_traced(
         if len(index) < FEWEST:
             continue
         positions, own = np.array([op_position(ops[i]) for i in index]), residual[index]
-        length, left = _choose(positions, own)
-        if length >= 0.0:
-            found[name], left_out[index] = _fit(positions, own, length), left
+        folds = np.random.default_rng(0).permutation(len(own)) % FOLDS
+        error = float(np.abs(own).mean())
+        for length in (0.0, *_REACH):  # of neighbours; 0: only a factor
+            left = np.zeros(len(own))
+            for fold in range(min(FOLDS, len(own))):
+                out = folds == fold
+                left[out] = _fit(positions[~out], own[~out], length).log_factor(positions[out])
+            off = float(np.abs(own - left).mean())
+            if off < error * (1 - MIN_GAIN):
+                found[name], left_out[index], error = _fit(positions, own, length), left, off
     return found, left_out
-
-
-def _choose(positions: Array, residual: Array) -> tuple[float, Array]:
-    """The reach of neighbours (0: only a factor, below 0: nothing helps), and log-factors of left-out positions."""
-    folds = np.random.default_rng(0).permutation(len(residual)) % FOLDS
-    best, best_left = -1.0, np.zeros(len(residual))
-    error = float(np.abs(residual).mean())
-    for length in (0.0, *_REACH):
-        left = np.zeros(len(residual))
-        for fold in range(FOLDS):
-            out = folds == fold
-            if out.any():
-                left[out] = _fit(positions[~out], residual[~out], length).log_factor(positions[out])
-        off = float(np.abs(residual - left).mean())
-        if off < error * (1 - MIN_GAIN):
-            best, best_left, error = length, left, off
-    return best, best_left
 
 
 def _fit(positions: Array, residual: Array, length: float) -> TracedKind:

@@ -107,7 +107,21 @@ def wanted_shares(hardware: Hardware, jobs: Sequence[Job]) -> dict[Op, float]:
             continue
         catalogue.append(job)
         found.update(dict.fromkeys(sorted(ops, key=str), 0.0))
-    shares = time_shares(jobs or catalogue, hardware)
+    shares: dict[Op, float] = {}  # of the time on the critical path by the roofline; jobs count alike, the sum is 1
+    asked = jobs or catalogue
+    for job in asked:
+        latency = RooflineLatency(hardware, job.fabric)
+        simulation = simulate(job, latency)
+        counts: dict[Op, float] = {}
+        for segment, _, uses in simulation.segment_uses():
+            for node in simulation.lowered.segments[segment].program.nodes:
+                if isinstance(node.work, Op):
+                    counts[node.work] = counts.get(node.work, 0.0) + node.share * float(uses.sum())
+        each = zip(counts.items(), latency.op_seconds(list(counts)).tolist(), strict=True)
+        own = {op: count * seconds for (op, count), seconds in each if count > 0}
+        total = sum(own.values())
+        for op, seconds in own.items():
+            shares[op] = shares.get(op, 0.0) + seconds / total / len(asked)
     return {op: share for op, share in {**found, **shares}.items() if op.record.bound in ("compute", "memory")}
 
 
@@ -142,22 +156,3 @@ def _links(devices: int, seconds: float) -> list[dict[str, Any]]:
         if kind != "send_recv" or group == 2
     ]
     return rows[: max(int(seconds / COLLECTIVE_S), 1)]
-
-
-def time_shares(jobs: Sequence[Job], hardware: Hardware) -> dict[Op, float]:
-    """Share of each op in the time on the critical path by the roofline; jobs count alike, the sum is 1."""
-    found: dict[Op, float] = {}
-    for job in jobs:
-        latency = RooflineLatency(hardware, job.fabric)
-        simulation = simulate(job, latency)
-        counts: dict[Op, float] = {}
-        for segment, _, uses in simulation.segment_uses():
-            for node in simulation.lowered.segments[segment].program.nodes:
-                if isinstance(node.work, Op):
-                    counts[node.work] = counts.get(node.work, 0.0) + node.share * float(uses.sum())
-        each = zip(counts.items(), latency.op_seconds(list(counts)).tolist(), strict=True)
-        own = {op: count * seconds for (op, count), seconds in each if count > 0}
-        total = sum(own.values())
-        for op, seconds in own.items():
-            found[op] = found.get(op, 0.0) + seconds / total / len(jobs)
-    return found

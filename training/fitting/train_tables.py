@@ -31,11 +31,11 @@ from stepsight.training.fitting.own_table import (
     trained_on,
 )
 from stepsight.training.kernels.kernel_models import KernelModel, fit_kernels
-from stepsight.training.kernels.transferred import AskedOps, Correction, Teacher, Transfer, fit_correction, name_of
+from stepsight.training.kernels.transferred import AskedOps, Teacher, Transfer, fit_correction, name_of
 from stepsight.training.predictor.predictor import Predictor, shipped_by_name, teacher_of
 from stepsight.training.regression.regressor import Regressor
 from stepsight.training.shipped.catalogue import RECIPES, recipe_for, teaching_names
-from stepsight.training.shipped.from_tables import OpRows, fit_links
+from stepsight.training.shipped.from_tables import fit_links
 from stepsight.training.tracking.tracking import begin_training, tracked
 
 Array = NDArray[np.float64]
@@ -66,29 +66,24 @@ def fit_ops(own: OwnTable, teachers: Sequence[Teacher], like: str, *, seed: int,
     posteriors = {}
     for name, index in groups.items():
         if not many[index[0]] and len(index) >= FEWEST:
-            say(f"transfer: {len(index)} ops of {name}")
-            posteriors[name] = _correct(transfer, own.ops.take(index), seed)
+            say(f"transfer: {len(index)} ops of {name}")  # of one label, in any precision
+            rows, blocks = own.ops.take(index), []
+            residuals = np.log(rows.seconds / [roofline_seconds(op, own.hardware) for op in rows.ops])
+            precisions = rows_by(op.dtype for op in rows.ops)
+            for of_one in precisions.values():
+                base, columns = transfer.rows_of([rows.ops[place] for place in of_one])
+                residuals[of_one] -= base
+                blocks.append(columns)
+            order = np.concatenate(list(precisions.values()))
+            joined = {term: np.concatenate([block[term] for block in blocks]) for term in blocks[0]}
+            asked = AskedOps([rows.ops[place] for place in order], joined, rows.seconds[order])
+            posteriors[name] = fit_correction(asked, residuals[order], seed)
     return replace(
         kernel,
         derives=own.hardware.kind == "gpu",
         software=dict(own.software),
         transfer=replace(transfer, posteriors=posteriors) if teachers else None,
     )
-
-
-def _correct(transfer: Transfer, rows: OpRows, seed: int) -> Correction:
-    """The correction of ops of one label, in any precision."""
-    roofline = np.array([roofline_seconds(op, transfer.hardware) for op in rows.ops])
-    residuals, blocks = np.log(rows.seconds / roofline), []
-    precisions = rows_by(op.dtype for op in rows.ops)
-    for index in precisions.values():
-        base, columns = transfer.rows_of([rows.ops[place] for place in index])
-        residuals[index] -= base
-        blocks.append(columns)
-    order = np.concatenate(list(precisions.values()))
-    columns = {term: np.concatenate([block[term] for block in blocks]) for term in blocks[0]}
-    asked = AskedOps([rows.ops[place] for place in order], columns, rows.seconds[order])
-    return fit_correction(asked, residuals[order], seed)
 
 
 FEWEST_TO_SPLIT = 25  # fewest rows for holding out a fifth of the shapes

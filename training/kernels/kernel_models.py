@@ -190,25 +190,22 @@ class KernelModel(Saved):
             return np.zeros(0)
         named = zip(ops, software, strict=bool(software))
         variants = np.array([self.variant(op, of) if isinstance(of, str) else of for op, of in named] or [0])
-        seconds = self._untraced(ops, busy, np.broadcast_to(variants, (len(ops),)))
+        variants = np.broadcast_to(variants, (len(ops),))
+        if self.transfer is None:
+            seconds = self._by_regressor(ops, busy, variants)
+        else:
+            own = np.array([self._measured(self._traced(op)[0]) for op in ops])
+            seconds = np.empty(len(ops))
+            if own.any():
+                measured = [op for op, mine in zip(ops, own, strict=True) if mine]
+                seconds[own] = self._by_regressor(measured, busy, variants[own])
+            if not own.all():
+                others = [op for op, mine in zip(ops, own, strict=True) if not mine]
+                seconds[~own] = self.transfer.seconds(others, variants[~own])
         if not self.traced:
             return seconds
         labels = [label(op.kind, op, self.hardware) for op in ops]
         return np.asarray(seconds * np.exp(log_factors(self.traced, ops, labels)))
-
-    def _untraced(self, ops: Sequence[Op], busy: int, variants: NDArray[np.int64]) -> Array:
-        """Seconds of each op without the corrections from traces."""
-        if self.transfer is None:
-            return self._by_regressor(ops, busy, variants)
-        own = np.array([self._measured(self._traced(op)[0]) for op in ops])
-        seconds = np.empty(len(ops))
-        if own.any():
-            measured = [op for op, mine in zip(ops, own, strict=True) if mine]
-            seconds[own] = self._by_regressor(measured, busy, variants[own])
-        if not own.all():
-            others = [op for op, mine in zip(ops, own, strict=True) if not mine]
-            seconds[~own] = self.transfer.seconds(others, variants[~own])
-        return seconds
 
     def variant(self, op: Op, software: str) -> int:
         """Index of a software among those that ran similar ops; 0, the one to predict for, if it ran none."""

@@ -153,21 +153,19 @@ def fit_correction(asked: AskedOps, residuals: Array, seed: int = 0) -> Correcti
     return Correction(long, short, Support.of(np.array(places)))
 
 
-def choose_rows(
-    candidates: Blocks, wanted: int, *, targets: Blocks | None = None, weights: Array | None = None
-) -> tuple[list[int], Array]:
-    """Which ops to measure first: each lowers the expected squared error of the targets (None: the candidates), by
-    their weights, most. Returns indices, and by how much each lowers the weighted variance.
+def choose_rows(candidates: Blocks, wanted: int, *, targets: Blocks, weights: Array) -> tuple[list[int], Array]:
+    """Which ops to measure first: each lowers the expected squared error of the targets, by their weights, most.
+
+    Returns indices, and by how much each lowers the weighted variance.
     """
     scales = _prior()[0]
     own = _covariance(scales, _distances(candidates, candidates))
-    other = own.copy() if targets is None else _covariance(scales, _distances(targets, candidates))
-    share = np.ones(len(other)) if weights is None else np.asarray(weights, dtype=np.float64)
+    other = _covariance(scales, _distances(targets, candidates))
     noise = float(np.exp(2 * scales[1]))
     chosen: list[int] = []
     gains = np.zeros(min(wanted, len(own)))
     for turn in range(len(gains)):
-        gain = share @ other**2 / (np.diag(own) + noise)
+        gain = weights @ other**2 / (np.diag(own) + noise)
         gain[chosen] = -1.0
         best = int(np.argmax(gain))
         chosen.append(best)
@@ -231,11 +229,6 @@ _COLUMNS = {
 }
 
 
-def own_columns() -> dict[str, tuple[str, ...]]:
-    """Features of ops that each term of the covariance reads."""
-    return {term: tuple(n for n in op_feature_names() if n.startswith(starts)) for term, starts in _COLUMNS.items()}
-
-
 @dataclass(frozen=True, eq=False)
 class Teacher:
     """A shipped predictor whose efficiencies are used."""
@@ -259,7 +252,12 @@ class Transfer:
     like: str = ""  # name of the teacher whose efficiency is the first guess; empty: the mean of all
     posteriors: Mapping[str, Correction] = field(default_factory=dict)  # corrections by label and software (name_of)
     # features that each term of the covariance reads
-    columns: Mapping[str, tuple[str, ...]] = field(default_factory=own_columns)
+    columns: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: {
+            term: tuple(name for name in op_feature_names() if name.startswith(starts))
+            for term, starts in _COLUMNS.items()
+        }
+    )
 
     def seconds(self, ops: Sequence[Op], variants: Sequence[int] | NDArray[np.int64] | int = 0) -> Array:
         """Seconds of each op, ``(ops,)``.  ``variants``: which software runs each; 0 is the one to predict for."""

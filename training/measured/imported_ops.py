@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -212,7 +212,7 @@ def read_imported_segments(folders: Iterable[Path], hardware: str = "") -> list[
         check_device(run.hardware, hardware, run.folder, differs)
     found = read_graphs([run.folder for run in runs], ("segment", "step"))
     return [
-        ImportedSegments(run.folder, run.name, run.hardware or "cuda", run.job, graphs.segments, *graphs[1:])
+        ImportedSegments(run.folder, run.name, run.hardware or "cuda", run.job, *graphs)
         for run, graphs in zip(runs, found, strict=True)
     ]
 
@@ -245,15 +245,9 @@ def imported_times(runs: Iterable[ImportedSegments]) -> dict[Op | Collective, li
     return found
 
 
-class RunGraphs(NamedTuple):
-    """Contents of the dataset about a run: its segments and, if requested, the work of its steps.
-
-    ``host``: the step of a host that computes; None where a device does, or where no step was timed.
-    """
-
-    segments: tuple[TracedSegment, ...]
-    steps: StepWorks
-    host: HostStep | None = None
+# Contents of the dataset about a run: its segments, the work of its steps if requested, and the step of a host that
+# computes; None where a device does, or where no step was timed.
+RunGraphs = tuple[tuple[TracedSegment, ...], "StepWorks", HostStep | None]
 
 
 def read_graphs(folders: Sequence[Path], scopes: Sequence[str] = ("segment",)) -> list[RunGraphs]:
@@ -280,5 +274,4 @@ def read_graphs(folders: Sequence[Path], scopes: Sequence[str] = ("segment",)) -
         found[run].append(segment)
     works = [step_works(graphs.select(places)) for places in steps]
     hosts = [host_step(graphs, places) if places else None for places in steps]
-    told = zip(found, works, hosts, strict=True)
-    return [RunGraphs(tuple(segments), step, host) for segments, step, host in told]
+    return list(zip(map(tuple, found), works, hosts, strict=True))

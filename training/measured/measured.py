@@ -205,7 +205,7 @@ def read_runs(collections: Iterable[Path], roles: Sequence[str] | None) -> list[
                     _check_ranks(manifest.world_size, manifest.folder)
                 chosen.append(manifest)
     traced = [manifest.folder for manifest in chosen if manifest.traces]
-    segments = {folder: graphs.segments for folder, graphs in zip(traced, read_graphs(traced), strict=True)}
+    segments = {folder: own for folder, (own, *_) in zip(traced, read_graphs(traced), strict=True)}
     return [MeasuredRun(manifest, segments.get(manifest.folder, ())) for manifest in chosen]
 
 

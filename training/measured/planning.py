@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -80,26 +80,6 @@ def stand_in_of(job: Job, rank: int) -> dict[str, Any]:
     return {"rank": rank, "collectives": rows}
 
 
-def event_plan(jobs: Iterable[Job], seconds: float, stand_ins: Sequence[Job] = ()) -> list[dict[str, Any]]:
-    """Every distinct signature of the jobs, by world size; each gets an equal part of the time budget.
-
-    Of ``stand_ins``, jobs of which only one rank runs at a time, these are the ops, on one rank.
-    """
-    ops: dict[int, set[Op]] = {}
-    collectives: dict[int, set[Collective]] = {}
-    for job in jobs:
-        world = 1 if job in stand_ins else job.cluster.num_devices
-        found_ops, found_collectives = signatures(job, _facts(job))
-        ops.setdefault(world, set()).update(found_ops)
-        collectives.setdefault(world, set()).update(() if job in stand_ins else found_collectives)
-    total = sum(map(len, ops.values())) + sum(map(len, collectives.values()))
-    shares = {world: seconds * (len(ops[world]) + len(collectives[world])) / max(1, total) for world in sorted(ops)}
-    return [
-        _event(world, sorted(ops[world], key=str), sorted(collectives[world], key=str), share)
-        for world, share in shares.items()
-    ]
-
-
 def _event(world: int, ops: Sequence[Op], collectives: Sequence[Collective], seconds: float) -> dict[str, Any]:
     """Ops and collectives of a plan that so many ranks measure on their own."""
     rows = {"ops": [asdict(op) for op in ops], "collectives": [asdict(each) for each in collectives]}
@@ -123,8 +103,18 @@ def make_plan(
         table = schedule_table(job, _facts(job))
         own = {"name": name, "role": role, "job": job.to_dict(), **counts}
         planned.append({**own, "table": table} if table else own)
-    stand_ins = [job for _, job, counts in runs if "stand_in" in counts]
-    events = event_plan(profile_jobs, event_seconds, stand_ins) if event_seconds > 0 else []
+    stand_ins = [job for _, job, counts in runs if "stand_in" in counts]  # of these jobs, ops alone, on one rank
+    works: dict[int, tuple[set[Op], set[Collective]]] = {}  # by world size; each signature gets as much of the time
+    for job in profile_jobs if event_seconds > 0 else ():
+        ops, collectives = signatures(job, _facts(job))
+        own_ops, own_collectives = works.setdefault(1 if job in stand_ins else job.cluster.num_devices, (set(), set()))
+        own_ops |= ops
+        own_collectives |= set() if job in stand_ins else collectives
+    total = max(1, sum(len(ops) + len(collectives) for ops, collectives in works.values()))
+    events = [
+        _event(world, sorted(ops, key=str), sorted(found, key=str), event_seconds * (len(ops) + len(found)) / total)
+        for world, (ops, found) in sorted(works.items())
+    ]
     return _checked(planned, events, extra_seconds=extra_seconds)
 
 

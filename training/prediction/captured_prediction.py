@@ -145,7 +145,13 @@ class CapturedPrediction:
         """Plain values for JSON, with the keys of ``Prediction.to_dict``; unknown values of a script are null."""
         needed, done = self.flops
         hardware = self.latency.hardware
-        dtype = _main_dtype(self.captured)
+        flops: dict[str, float] = {}  # by dtype: that of most counts
+        for graph in self.captured.graphs:
+            counts = np.bincount(graph.columns["work"][graph.columns["work"] >= 0], minlength=len(graph.works)).tolist()
+            for work, count in zip(graph.works, counts, strict=True):
+                if isinstance(work, Op):
+                    flops[work.dtype] = flops.get(work.dtype, 0.0) + count * work.flops
+        dtype = max(flops, key=flops.__getitem__, default="bf16")
         peak = hardware.peak_flops.get(dtype, max(hardware.peak_flops.values())) * self.iteration_time_s
         unsupported, share = self.unsupported
         return {
@@ -235,14 +241,3 @@ def predict_program(program: Program, predictor: Predictor | str | Path | None =
     if not hardware and not isinstance(predictor, Predictor):
         raise PredictorError("the program names no device: set its device_name with replace, or give a Predictor")
     return predict_captured(captured, hardware, predictor=predictor)
-
-
-def _main_dtype(captured: Captured) -> str:
-    """The dtype of most FLOP."""
-    found: dict[str, float] = {}
-    for graph in captured.graphs:
-        counts = np.bincount(graph.columns["work"][graph.columns["work"] >= 0], minlength=len(graph.works)).tolist()
-        for work, count in zip(graph.works, counts, strict=True):
-            if isinstance(work, Op):
-                found[work.dtype] = found.get(work.dtype, 0.0) + count * work.flops
-    return max(found, key=lambda dtype: found[dtype], default="bf16")

@@ -23,7 +23,7 @@ from stepsight.simulator.programs.lower import iteration_flops
 from stepsight.training.corrections.calibration import Calibration, JobCorrection
 from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE, interval_text, seconds_text
 from stepsight.training.corrections.residual import JobFeatures, NearRuns
-from stepsight.training.prediction.work_doubts import WorkDoubts, interval_ends
+from stepsight.training.prediction.work_doubts import WorkDoubts, interval_ends, work_doubts
 from stepsight.training.predictor.predictor import LearnedLatency, Predictor
 from stepsight.training.predictor.software_used import SoftwareChange, SoftwareUsed, software_used, with_change
 from stepsight.training.shipped.catalogue import shipped_predictor
@@ -272,12 +272,6 @@ class Prediction:
             return None
         return with_change(predict(other, self.predictor or ROOFLINE, software=self.software), self.change)
 
-    def _open(self) -> dict[str, Any]:
-        """What the job leaves open: its values, and the iteration time of each; empty: nothing."""
-        both = () if self.uninterleaved is None else (self, self.uninterleaved)
-        chunks, times = [p.job.parallel.virtual_stages for p in both], [p.iteration_time_s for p in both]
-        return {"virtual_stages": chunks, "iteration_time_s": times} if both else {}
-
     @property
     def _scale(self) -> float:
         """Calibration of the whole iteration."""
@@ -286,7 +280,7 @@ class Prediction:
     @cached_property
     def doubts(self) -> WorkDoubts:
         """Intervals of single ops and collectives, and what they add up to."""
-        return WorkDoubts(self.simulation, self.predictor)
+        return work_doubts(self.simulation, self.predictor)
 
     def explain(self, most: int = 10) -> tuple[Sensitivity, ...]:
         """List up to ``most`` ops and collectives that determine the time, and what halving each would save."""
@@ -305,6 +299,8 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, the same as ``stepsight predict --json`` prints; times in seconds, memory in bytes."""
+        both = () if self.uninterleaved is None else (self, self.uninterleaved)
+        chunks, times = [p.job.parallel.virtual_stages for p in both], [p.iteration_time_s for p in both]
         return {
             "job": self.job.name,
             "framework": self.job.framework,
@@ -312,7 +308,7 @@ class Prediction:
             "iteration_time_s": self.iteration_time_s,
             "low_s": self.low_s,
             "high_s": self.high_s,
-            "open": self._open(),
+            "open": {"virtual_stages": chunks, "iteration_time_s": times} if both else {},
             "breakdown": dict(self.breakdown),
             **exchange_facts(self.breakdown),
             "memory": self.memory.to_dict(),

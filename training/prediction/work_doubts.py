@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,48 +17,36 @@ from stepsight.training.kernels.kernel_models import label
 from stepsight.training.predictor.predictor import Predictor
 
 
-class WorkDoubts:
-    """Half widths of 90 % intervals, in log-seconds.
+class WorkDoubts(NamedTuple):
+    """Half widths of 90 % intervals, in log-seconds."""
 
-    Args:
-        simulation: The iteration.
-        predictor: What answered; None: hardware facts.
+    halves: Mapping[Op | Collective, float]  # of each signature on the critical path
+    total: float  # of the iteration, summed over its signatures with their correlation
+
+
+def work_doubts(simulation: Simulation, predictor: Predictor | None) -> WorkDoubts:
+    """Doubt from errors within runs that were held back, else of signatures that the fit of their family left out.
+
+    It is a factor of three where nothing is known, and wider outside the measured range.
     """
-
-    def __init__(self, simulation: Simulation, predictor: Predictor | None) -> None:
-        self._simulation, self._predictor = simulation, predictor
-
-    @cached_property
-    def halves(self) -> dict[Op | Collective, float]:
-        """Of each signature on the critical path."""
-        programs = self._simulation.lowered.programs
-        phases = {node.work: program.label for program in programs for node in program.nodes}
-        return {work: self._half(work, phases.get(work, "")) for work in self._simulation.op_counts}
-
-    @cached_property
-    def total(self) -> float:
-        """Of the iteration, summed over its signatures with their correlation."""
-        doubts = None if self._predictor is None else self._predictor.doubts
-        counts = self._simulation.count_works() * self._simulation.work_seconds
-        seconds = dict(zip(self._simulation.lowered.all_works, counts.tolist(), strict=True))
-        shares = np.array([seconds[work] for work in self.halves]) / self._simulation.iteration_time_s
-        return (doubts or intervals.NodeDoubts({})).of_sum(shares, np.array(list(self.halves.values())))
-
-    def _half(self, work: Op | Collective, phase: str) -> float:
-        """From errors within runs that were held back, else from those of signatures that its family's fit left out; a
-        factor of three where nothing is known, and wider outside the measured range.
-        """
-        predictor = self._predictor
-        if predictor is None:
-            return intervals.ROOFLINE_LOG
-        if predictor.doubts is not None:
-            half = predictor.doubts.half(work.kind, phase)
-        else:
+    lowered, halves = simulation.lowered, dict.fromkeys(simulation.op_counts, intervals.ROOFLINE_LOG)
+    doubts = intervals.NodeDoubts({})
+    if predictor is not None:
+        doubts = predictor.doubts or doubts
+        phases = {node.work: program.label for program in lowered.programs for node in program.nodes}
+        for work in halves:
             family = label(work.family, work, predictor.hardware) if isinstance(work, Op) else label_of(work)
             errors = predictor.kernel.regressor.errors if isinstance(work, Op) else predictor.collective.errors
-            half = intervals.MEAN_TO_HALF * errors[family] if family in errors else intervals.ROOFLINE_LOG
-        outside = predictor.unsupported(work, self._simulation.job.fabric)
-        return min(half + intervals.UNSUPPORTED_LOG, intervals.MOST_LOG) if outside else half
+            if predictor.doubts is not None:
+                halves[work] = doubts.half(work.kind, phases.get(work, ""))
+            elif family in errors:
+                halves[work] = intervals.MEAN_TO_HALF * errors[family]
+            if predictor.unsupported(work, simulation.job.fabric):
+                halves[work] = min(halves[work] + intervals.UNSUPPORTED_LOG, intervals.MOST_LOG)
+    counts = simulation.count_works() * simulation.work_seconds
+    seconds = dict(zip(lowered.all_works, counts.tolist(), strict=True))
+    shares = np.array([seconds[work] for work in halves]) / simulation.iteration_time_s
+    return WorkDoubts(halves, doubts.of_sum(shares, np.array(list(halves.values()))))
 
 
 def interval_ends(

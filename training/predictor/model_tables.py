@@ -239,31 +239,7 @@ def _save_regressor(
 def _regressor(
     folder: Path, table: dict[str, Any], terms: Sequence[str], kinds: Kinds, features: Sequence[str]
 ) -> Regressor:
-    _check_features(table, terms, kinds)
-    trees = {
-        label: _trees(folder, model["file"], float(model["share"]), features) for label, model in table["trees"].items()
-    }
-    return Regressor.from_dict(table, trees=trees)
-
-
-def _save_trees(trees: Trees, folder: Path, stem: str) -> str:
-    """Write LightGBM's text; returns the file's name."""
-    (folder / f"{stem}.txt.gz").write_bytes(gzip.compress(trees.text.encode(), mtime=0))
-    return f"{stem}.txt.gz"
-
-
-def _trees(folder: Path, file: Any, share: float, features: Sequence[str]) -> Trees:
-    path = folder / Path(str(file)).name  # never outside the folder
-    try:
-        trees = Trees(read_unpacked(path).decode("utf-8"), share)
-    except (OSError, ValueError) as error:
-        raise PredictorError(f"every file of a predictor must be readable, got {path}: {reason(error)}") from None
-    trees.check(features)
-    return trees
-
-
-def _check_features(table: Mapping[str, Any], terms: Sequence[str], kinds: Kinds) -> None:
-    """Check a saved regressor against this version; predictors without a description have version 1.
+    """Read and check a saved regressor against this version; those without a description have version 1.
 
     ``terms``: names of the physical terms that this version computes.  ``kinds``: records of the kinds that there are.
     Raises ``PredictorError`` if it reads other terms or features, or kinds that are not there or have other codes.
@@ -288,6 +264,26 @@ def _check_features(table: Mapping[str, Any], terms: Sequence[str], kinds: Kinds
             f"codes of kinds must be those that the predictor was trained with, got {', '.join(moved)}: register the "
             "kinds with their former codes or train the predictor again"
         )
+    trees = {
+        label: _trees(folder, model["file"], float(model["share"]), features) for label, model in table["trees"].items()
+    }
+    return Regressor.from_dict(table, trees=trees)
+
+
+def _save_trees(trees: Trees, folder: Path, stem: str) -> str:
+    """Write LightGBM's text; returns the file's name."""
+    (folder / f"{stem}.txt.gz").write_bytes(gzip.compress(trees.text.encode(), mtime=0))
+    return f"{stem}.txt.gz"
+
+
+def _trees(folder: Path, file: Any, share: float, features: Sequence[str]) -> Trees:
+    path = folder / Path(str(file)).name  # never outside the folder
+    try:
+        trees = Trees(read_unpacked(path).decode("utf-8"), share)
+    except (OSError, ValueError) as error:
+        raise PredictorError(f"every file of a predictor must be readable, got {path}: {reason(error)}") from None
+    trees.check(features)
+    return trees
 
 
 def _kind_of(label: str) -> str:

@@ -116,27 +116,23 @@ class LearnedLatency:
         return np.array([found[work] for work in works], dtype=np.float64)
 
     def _check(self, works: Sequence[T], seconds: Seconds) -> None:
-        limits = np.array([self._limits(work) for work in works]).reshape(-1, 2)
-        wrong = np.flatnonzero(~((limits[:, 0] <= seconds) & (seconds <= limits[:, 1])))
-        if len(wrong):
-            first = wrong[0]
-            raise PredictorError(
-                f"a predictor must give times that its hardware allows, from {limits[first, 0]:g} to "
-                f"{limits[first, 1]:g} s, got {seconds[first]:g} of {works[first]!s:.120}"
-            )
-
-    def _limits(self, work: Op | Collective) -> tuple[float, float]:
-        """Limits of the seconds of a work, far beyond the result of any fit."""
-        if isinstance(work, Collective):
-            slowest = min(self.fabric.inter_node.bandwidth_bytes_per_s, self.fabric.intra_node.bandwidth_bytes_per_s)
-            return 0.0, SLOWEST_S + SLOWER * work.num_bytes * work.group_size / slowest
-        computed = work.flops / self.hardware.peak_flops.get(work.dtype, max(self.hardware.peak_flops.values()))
-        moved = work.num_bytes / min(
-            self.hardware.memory_bandwidth_bytes_per_s,
-            self.hardware.host_link_bytes_per_s,
-            self.hardware.host_memory_bandwidth_bytes_per_s,
-        )
-        return computed / FASTER, SLOWEST_S + SLOWER * (computed + moved)
+        """Refuse seconds far beyond the result of any fit."""
+        facts, links = self.hardware, (self.fabric.inter_node, self.fabric.intra_node)
+        slowest = min(link.bandwidth_bytes_per_s for link in links)
+        host = min(facts.host_link_bytes_per_s, facts.host_memory_bandwidth_bytes_per_s)
+        memory = min(facts.memory_bandwidth_bytes_per_s, host)
+        for work, took in zip(works, seconds.tolist(), strict=True):
+            computed, moved = 0.0, work.num_bytes / memory
+            if isinstance(work, Collective):
+                moved = work.num_bytes * work.group_size / slowest
+            else:
+                computed = work.flops / facts.peak_flops.get(work.dtype, max(facts.peak_flops.values()))
+            least, most = computed / FASTER, SLOWEST_S + SLOWER * (computed + moved)
+            if not least <= took <= most:
+                raise PredictorError(
+                    f"a predictor must give times that its hardware allows, from {least:g} to {most:g} s, "
+                    f"got {took:g} of {work!s:.120}"
+                )
 
     def in_context(self, programs: Sequence[Program], seconds: Sequence[Seconds]) -> Sequence[Seconds]:
         """Seconds of every node within its program, from the seconds alone; same shapes."""

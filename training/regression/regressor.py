@@ -97,7 +97,13 @@ class Regressor(Saved):
             log_seconds[index] = np.log(self.physics[kind].seconds(rows.terms[index], rows.busy[index]))
             trees = self.trees.get(rows.families[index[0]])
             if trees is not None:
-                excess = np.array([self._excess_of_trees(kind, rows.positions[i]) for i in index])
+                # Trees ignore axes without different measured values.  Where a table is so large that its trees say
+                # all, what is larger than anything measured runs as the largest do: efficiencies level off, and physics
+                # alone would forget how well the largest ran.
+                low, high = self.support[kind]
+                top = high if kind in self.neighbours else np.full_like(high, np.inf)
+                beyond = Support(low, top).beyond(np.array([rows.positions[i] for i in index]))
+                excess = beyond[:, high > low].sum(axis=1)
                 log_seconds[index] += trees.predict(rows.features[index], rows.names) * faded(excess)
         return log_seconds
 
@@ -119,17 +125,6 @@ class Regressor(Saved):
         if known is None or not len(known.positions):
             return 0.0
         return float(np.abs(known.positions[:, : len(position)] - position).max(axis=1).min())
-
-    def _excess_of_trees(self, kind: str, position: Array) -> float:
-        """The same over axes with different measured values: trees ignore all other axes.
-
-        Where a table is so large that its trees say all, what is larger than anything measured runs as the largest do:
-        efficiencies level off, and physics alone would forget how well the largest ran.
-        """
-        low, high = self.support[kind]
-        varied = high > low
-        above = position - high if kind in self.neighbours else np.zeros_like(position)
-        return float(np.maximum(np.maximum(low - position, above), 0.0)[varied].sum())
 
     def check(self, num_axes: Callable[[str], int], bounds: Callable[[str], Bounds]) -> None:
         """Check values read from a file, by a kind's number of axes and its constants' bounds."""

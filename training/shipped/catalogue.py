@@ -287,7 +287,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 PRESET = Path(__file__).with_name("product_power.json")
-LEAST_SOURCES = 1  # fewest for an estimate; one source counts as much as the prior
 # Power beyond idle relative to the limit's.  On B200, products of 4e11 FLOP and more take 1.36 times as long in a long
 # row (SimuMax) as alone (aiconfigurator), which is 2.5 times the power; larger values were never measured.
 MOST_POWER_LOG = math.log(2.5)
@@ -311,11 +310,6 @@ class SourceClock:
     slowdown_log: float
     runs: int  # how many
 
-    @property
-    def weight(self) -> float:
-        """One over the variance."""
-        return 1.0 / (SOURCE_STD_LOG**2 + RUN_STD_LOG**2 / self.runs)
-
 
 @dataclass(frozen=True)
 class ChipPower:
@@ -329,7 +323,8 @@ class ChipPower:
     def slowdown_log(self, without: str = "") -> float:
         """Logarithm of the slowdown at the reference limit: Huber's mean of sources and the prior."""
         told = [source for name, source in self.sources.items() if name != without]
-        weights = [*(source.weight for source in told), PRIOR_STD_LOG**-2]
+        variances = [SOURCE_STD_LOG**2 + RUN_STD_LOG**2 / source.runs for source in told]
+        weights = [*(1.0 / variance for variance in variances), PRIOR_STD_LOG**-2]
         values = [*(source.slowdown_log for source in told), self.prior_log]
         mean, trust = 0.0, [1.0] * len(values)
         for _ in range(ROUNDS):
@@ -340,8 +335,8 @@ class ChipPower:
         return mean
 
     def power_w(self, without: str = "") -> float:
-        """Watts at the highest clock from all sources except one; 0 if there are too few, and no table shows it."""
-        if len(set(self.sources) - {without}) < LEAST_SOURCES and not self.prior_log:
+        """Watts at the highest clock from all sources except one; 0 if there is no other, and no table shows it."""
+        if not set(self.sources) - {without} and not self.prior_log:
             return 0.0
         excess = math.exp(min(3.0 * self.slowdown_log(without), MOST_POWER_LOG))
         return self.idle_w + (self.reference_w - self.idle_w) * excess

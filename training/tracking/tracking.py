@@ -97,16 +97,28 @@ class TrackedRun:
         The first of a hardware becomes its champion, a later one only if it is better on data that neither saw
         (``compare``: the errors of both, None: nothing judges); else it is the challenger.
         """
-        from mlflow.exceptions import MlflowException
+        with TemporaryDirectory() as place, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from mlflow import pyfunc
+            from mlflow.exceptions import MlflowException
+            from mlflow.models import ModelSignature
+            from mlflow.types import ColSpec, DataType, Schema
 
-        with TemporaryDirectory() as place:
-            _save_model(folder, Path(place) / ARTIFACT)
+            inputs = Schema([ColSpec(DataType.string, JOB)])
+            outputs = Schema([ColSpec(DataType.double, answer) for answer in ANSWERS])
+            pyfunc.save_model(  # in MLflow's own form: loading it imports a module of the package
+                str(Path(place) / ARTIFACT),
+                loader_module="stepsight.training.served_model",
+                data_path=str(folder),
+                signature=ModelSignature(inputs=inputs, outputs=outputs),
+                pip_requirements=[f"stepsight=={version('stepsight')}"],
+            )
             self._client.log_artifacts(self.run_id, str(Path(place) / ARTIFACT), ARTIFACT)
         name = model_name(hardware)
         source = f"{self._client.get_run(self.run_id).info.artifact_uri}/{ARTIFACT}"
         with store_lock(self._uri):  # versions are numbered consecutively
             _create(self._client.create_registered_model, name, {"hardware": hardware})
-            version = self._client.create_model_version(name, source, self.run_id, dict(tags))
+            made = self._client.create_model_version(name, source, self.run_id, dict(tags))
             champion, alias, told = None, ALIAS, dict[str, str]()
             with suppress(MlflowException, OSError, PredictorError):  # none yet, or one that this version cannot read
                 champion = download(self._client, self._client.get_model_version_by_alias(name, ALIAS))
@@ -116,30 +128,9 @@ class TrackedRun:
                     alias = ALIAS if errors[0] < errors[1] else CHALLENGER
                     told = {"error_percent": f"{errors[0]:.3f}", "champion_error_percent": f"{errors[1]:.3f}"}
             for key, value in told.items():
-                self._client.set_model_version_tag(name, version.version, key, value)
-            self._client.set_registered_model_alias(name, alias, version.version)
-        return str(version.version)
-
-
-def _save_model(folder: Path, out: Path) -> None:
-    """Write a predictor in MLflow's own form, with its signature; loading it imports a module of the package."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from mlflow import pyfunc
-        from mlflow.models import ModelSignature
-        from mlflow.types import ColSpec, DataType, Schema
-
-        signature = ModelSignature(
-            inputs=Schema([ColSpec(DataType.string, JOB)]),
-            outputs=Schema([ColSpec(DataType.double, answer) for answer in ANSWERS]),
-        )
-        pyfunc.save_model(
-            str(out),
-            loader_module="stepsight.training.served_model",
-            data_path=str(folder),
-            signature=signature,
-            pip_requirements=[f"stepsight=={version('stepsight')}"],
-        )
+                self._client.set_model_version_tag(name, made.version, key, value)
+            self._client.set_registered_model_alias(name, alias, made.version)
+        return str(made.version)
 
 
 def begin_training(out: Path, stated: str | None, progress: bool) -> tuple[str, Callable[[str], None]]:
@@ -165,8 +156,21 @@ def tracked(uri: str, run_name: str) -> Iterator[TrackedRun]:
     """An MLflow run, ended as what the block did; a store that cannot be used is a ``PredictorError`` before it."""
     from mlflow.exceptions import MlflowException
 
-    client, experiment_id = _open(uri)
-    run_id = client.create_run(experiment_id, run_name=run_name).info.run_id
+    check_store(uri)
+    try:
+        with store_lock(uri), impatient():  # two processes that create a store break each other's migrations
+            create_store(uri)
+            client = store_client(uri)
+            client.search_registered_models(max_results=1)  # a store without a registry would fail at the end
+            if client.get_experiment_by_name(EXPERIMENT) is None:
+                beside = (database_file(uri).resolve().parent / "mlartifacts").as_uri()  # of a database
+                _create(client.create_experiment, EXPERIMENT, beside if uri.startswith("sqlite:///") else None)
+            experiment = client.get_experiment_by_name(EXPERIMENT)
+    except (MlflowException, ImportError) as error:
+        raise PredictorError(
+            f"tracking needs a URI of an MLflow store with a registry, got {uri}: {first_line(error)}"
+        ) from None
+    run_id = client.create_run(experiment.experiment_id, run_name=run_name).info.run_id
 
     def end(status: str) -> None:
         with suppress(MlflowException):  # an unreachable store must not hide the original error
@@ -186,26 +190,6 @@ def tracked(uri: str, run_name: str) -> Iterator[TrackedRun]:
 def reopened(uri: str, run_id: str) -> TrackedRun:
     """A finished run, to add later results."""
     return TrackedRun(run_id, store_client(uri), uri)
-
-
-def _open(uri: str) -> tuple[Any, str]:
-    """Client and experiment of a reachable store; a database has the experiment's artifacts in a folder beside it."""
-    from mlflow.exceptions import MlflowException
-
-    check_store(uri)
-    try:
-        with store_lock(uri), impatient():  # two processes that create a store break each other's migrations
-            create_store(uri)
-            client = store_client(uri)
-            client.search_registered_models(max_results=1)  # a store without a registry would fail at the end
-            if client.get_experiment_by_name(EXPERIMENT) is None:
-                beside = (database_file(uri).resolve().parent / "mlartifacts").as_uri()
-                _create(client.create_experiment, EXPERIMENT, beside if uri.startswith("sqlite:///") else None)
-            return client, str(client.get_experiment_by_name(EXPERIMENT).experiment_id)
-    except (MlflowException, ImportError) as error:
-        raise PredictorError(
-            f"tracking needs a URI of an MLflow store with a registry, got {uri}: {first_line(error)}"
-        ) from None
 
 
 def _create(make: Callable[..., Any], *arguments: Any) -> None:
