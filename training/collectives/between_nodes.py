@@ -65,10 +65,8 @@ class SizeResidual(Saved):
 
     logs: Array  # at KNOTS, log units
     support: Support  # logarithms of bytes, ranks and ranks per node that were measured
-    # share that carries over to layouts that were not measured
-    strength: float = field(default=1.0, metadata=IF_SET)
-    # ranks, and ranks per node, that were measured
-    layouts: tuple[tuple[int, int], ...] = field(default=(), metadata=IF_SET)
+    strength: float = field(default=1.0, metadata=IF_SET)  # share that carries over to layouts that were not measured
+    layouts: tuple[tuple[int, int], ...] = field(default=(), metadata=IF_SET)  # measured ranks, and ranks per node
 
     prior_std_log = 0.15  # by which NCCL's constants are wrong on a real network
 

@@ -8,7 +8,7 @@ its rank or link is.  That is all back-propagation needs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -91,7 +91,7 @@ def fit_context(
     torch.manual_seed(seed)
     try:
         model = ContextModel(relations=relations)
-        batch = Batch.of(examples, wholes)
+        batch = Batch(examples, wholes)
         model.set_range(batch.features)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=epochs, pct_start=0.2)
@@ -107,22 +107,10 @@ def fit_context(
         torch.set_num_threads(threads)
 
 
-@dataclass(frozen=True)
 class Batch:
-    """Segments and iterations as one graph."""
+    """Segments and iterations as one graph; a program that occurs in a trace and in a lowered job is stored once."""
 
-    features: Tensor
-    graph: graph_features.Topology
-    index: Tensor  # (example nodes,), numbers of the nodes that have a target
-    target: Tensor  # (example nodes,)
-    weight: Tensor  # (example nodes,)
-    wholes: tuple[tuple[Whole, Tensor, Tensor], ...]  # with the numbers of its nodes and their seconds alone
-    measured: Tensor  # (wholes,)
-    paths: dict[tuple[int, int], tuple[float, Tensor]] = field(default_factory=dict)  # by number of whole and level
-
-    @classmethod
-    def of(cls, examples: Sequence[Example], wholes: Sequence[Whole]) -> Batch:
-        """Of some examples and iterations; a program that occurs in a trace and in a lowered job is stored once."""
+    def __init__(self, examples: Sequence[Example], wholes: Sequence[Whole]) -> None:
         numbers: dict[tuple[object, ...], Ints] = {}  # of the nodes of each distinct program
         features, graphs, count = [np.zeros((0, len(graph_features.node_feature_names())))], [], 0
 
@@ -136,23 +124,22 @@ class Batch:
                 graphs.append(graph_features.topology(graph.program))
             return numbers[key]
 
-        index = [add(each.graph, each.alone)[each.known] for each in examples]
-        placed = []
+        index = [np.zeros(0, np.int64), *(add(each.graph, each.alone)[each.known] for each in examples)]
+        self.wholes: list[tuple[Whole, Tensor, Tensor]] = []  # with the numbers of its nodes and their seconds alone
         for whole in wholes:
             alone, bounds = whole.iteration.alone, whole.iteration.bounds
             parts = zip(whole.iteration.lowered.programs, np.split(alone, bounds[1:-1]), strict=True)
             hardware = whole.iteration.latency.hardware
             own = [add(graph_features.SegmentGraph(program, hardware, whole.busy), part) for program, part in parts]
-            placed.append((whole, torch.from_numpy(np.concatenate(own)), torch.from_numpy(alone)))
-        return cls(
-            torch.from_numpy(np.concatenate(features)).float(),
-            graph_features.join(graphs),
-            torch.from_numpy(np.concatenate(index or [np.zeros(0, np.int64)])),
-            torch.from_numpy(np.concatenate([e.target[e.known] for e in examples] or [np.zeros(0)])).float(),
-            torch.from_numpy(node_weights(examples)).float(),
-            tuple(placed),
-            torch.tensor([whole.measured_s for whole in wholes], dtype=torch.float64),
-        )
+            self.wholes.append((whole, torch.from_numpy(np.concatenate(own)), torch.from_numpy(alone)))
+        self.features = torch.from_numpy(np.concatenate(features)).float()
+        self.graph = graph_features.join(graphs)
+        self.index = torch.from_numpy(np.concatenate(index))  # of the nodes that have a target
+        target = [np.zeros(0), *(each.target[each.known] for each in examples)]
+        self.target = torch.from_numpy(np.concatenate(target)).float()
+        self.weight = torch.from_numpy(node_weights(examples)).float()
+        self.measured = torch.tensor([whole.measured_s for whole in wholes], dtype=torch.float64)
+        self.paths: dict[tuple[int, int], tuple[float, Tensor]] = {}  # by number of whole and level
 
     def loss(self, model: ContextModel, again: bool = True) -> Tensor:
         """The losses of all levels of the network; ``again``: simulate, else take the critical paths of before."""

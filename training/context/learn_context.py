@@ -49,14 +49,13 @@ class HeldBackRun:
     parts: Array  # log-corrections of each node, (n, 3)
     whole: Whole | None  # its iteration, None if that was not timed; whole_parts of its nodes, (m, 3)
     whole_parts: Array
-    # kinds, phases: of each node
-    kinds: tuple[str, ...] = ()
-    phases: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()  # of each node
+    phases: tuple[str, ...] = ()  # of each node
 
     @classmethod
     def of(cls, model: ContextModel | None, examples: Sequence[Example], wholes: Sequence[Whole]) -> HeldBackRun:
         """Of a run's distinct segments, and its iteration if that was timed; without a model no level says anything."""
-        batch = Batch.of(examples, wholes)
+        batch = Batch(examples, wholes)
         parts = np.zeros((len(batch.features), len(LEVELS)))
         if model is not None:
             with torch.no_grad():

@@ -120,10 +120,8 @@ class Calibration(Saved):
     """``calibrated = scale * exp(published + residual) * seconds``; the seconds are simulated with the constants."""
 
     scale: float = 1.0  # multiplies every duration; 1: uncalibrated
-    # multiply durations by what bounds them
-    constants: Constants = field(default_factory=Constants, metadata=IF_SET)
-    # what is left of jobs that are alike; None: nothing is known
-    residual: Residual | None = field(default=None, metadata=IF_SET)
+    constants: Constants = field(default_factory=Constants, metadata=IF_SET)  # multiply durations by what bounds them
+    residual: Residual | None = field(default=None, metadata=IF_SET)  # of jobs that are alike; None: nothing is known
     width: float = field(default=0.0, metadata=IF_SET)  # of the interval, half of it, in deviations of the residual
     # what the runs that taught it are still off by: half of the narrowest interval, in log-seconds
     left_log: float = field(default=0.0, metadata=IF_SET)

@@ -121,9 +121,8 @@ class Residual:
 
     rows: tuple[JobFeatures, ...]  # the jobs, as far as it matters
     logs: tuple[float, ...]  # what is left of each, (rows,)
-    # spread, noise: deviation of corrections from job to job, and of the same run repeated, in log units
-    spread: float
-    noise: float
+    spread: float  # deviation of corrections from job to job, in log units
+    noise: float  # deviation of the same run repeated, in log units
     sources: tuple[str, ...] = ()  # who measured each; empty: one source
     elsewhere: bool = False  # whether none of the sources measures the jobs that are asked about
 
@@ -239,10 +238,8 @@ class PublishedRuns(Saved):
 
     runs: tuple[PublishedRun, ...]
     width: float  # of the interval, half of it, in deviations
-    # digest of the facts that the runs were predicted with
-    facts: str = field(default="", metadata=IF_SET)
-    # whether jobs are asked about that no source of the runs measures
-    elsewhere: bool = field(default=False, metadata=IF_SET)
+    facts: str = field(default="", metadata=IF_SET)  # digest of the facts that the runs were predicted with
+    elsewhere: bool = field(default=False, metadata=IF_SET)  # whether no source of the runs measures the jobs asked
 
     @cached_property
     def _runs(self) -> dict[tuple[str, ...], list[PublishedRun]]:

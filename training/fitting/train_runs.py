@@ -276,9 +276,29 @@ def evaluate_heldout(predictor: Predictor, collection: Path, *, role: str = "hel
         from stepsight.training.context.fit_context import make_examples
 
         examples = make_examples(runs, predictor)
-    rows = [
-        _row(run, predictor, [e for e in examples if e.run == run.manifest.name]) for run in runs if run.manifest.whole
-    ]
+    rows = []
+    for run in (run.manifest for run in runs if run.whole):
+        prediction = predict_run(run, predictor)
+        measured_s, steps = run.iteration_time_s, np.array(run.step_seconds)
+        by_regressor, with_gnn = _op_errors([each for each in examples if each.run == run.name], predictor)
+        rows.append(
+            {
+                "run": run.name,
+                "job": run.job.name,
+                "measured_s": measured_s,
+                "spread_percent": 100 * float(np.std(steps) / measured_s),
+                "repeat_percent": 100 * repeat_error(run.rounds),
+                "num_steps": len(steps),
+                "predicted_s": prediction.iteration_time_s,
+                "low_s": prediction.low_s,
+                "high_s": prediction.high_s,
+                "error_percent": 100 * (prediction.iteration_time_s / measured_s - 1),
+                "predicted_without_gnn_s": predict_run(run, predictor.without_context).iteration_time_s,
+                "unsupported": len(prediction.unsupported),
+                "op_error_regressor": by_regressor,
+                "op_error_with_gnn": with_gnn,
+            }
+        )
     names = ("measured_s", "predicted_s", "predicted_without_gnn_s", "low_s", "high_s")
     measured, predicted, alone, low, high = np.array([[row[name] for name in names] for row in rows]).T
     return HeldoutEvaluation(
@@ -290,30 +310,6 @@ def evaluate_heldout(predictor: Predictor, collection: Path, *, role: str = "hel
         100.0 * float(np.mean((low <= measured) & (measured <= high))),
         *_op_errors(examples, predictor),
     )
-
-
-def _row(run: MeasuredRun, predictor: Predictor, examples: list[Example]) -> dict[str, Any]:
-    manifest = run.manifest
-    prediction = predict_run(manifest, predictor)
-    alone = predict_run(manifest, predictor.without_context)
-    measured, steps = manifest.iteration_time_s, np.array(manifest.step_seconds)
-    by_regressor, with_gnn = _op_errors(examples, predictor)
-    return {
-        "run": manifest.name,
-        "job": manifest.job.name,
-        "measured_s": measured,
-        "spread_percent": 100 * float(np.std(steps) / measured),
-        "repeat_percent": 100 * repeat_error(manifest.rounds),
-        "num_steps": len(steps),
-        "predicted_s": prediction.iteration_time_s,
-        "low_s": prediction.low_s,
-        "high_s": prediction.high_s,
-        "error_percent": 100 * (prediction.iteration_time_s / measured - 1),
-        "predicted_without_gnn_s": alone.iteration_time_s,
-        "unsupported": len(prediction.unsupported),
-        "op_error_regressor": by_regressor,
-        "op_error_with_gnn": with_gnn,
-    }
 
 
 def repeat_error(rounds: Sequence[Sequence[float]]) -> float:

@@ -210,9 +210,8 @@ class HostCalls(Saved):
     """Durations of the calls of a host."""
 
     everything: Physics  # physics of all calls
-    # families, labels: physics of families and of labels
-    families: Mapping[str, Physics]
-    labels: Mapping[str, Physics]
+    families: Mapping[str, Physics]  # of ops
+    labels: Mapping[str, Physics]  # of calls
     trees: Mapping[str, Trees] = field(default_factory=dict, metadata=UNSAVED)  # by family
     # seconds of calls that were measured within steps, by label and op
     known: Known = field(default_factory=dict, metadata=UNSAVED)
@@ -222,8 +221,7 @@ class HostCalls(Saved):
     gaps_s: tuple[float, ...] = (0.0, 0.0, 0.0)  # between calls, by phase, (3,)
     step_s: float = 0.0  # of every step besides
     loops: Physics = field(default=USUAL_LOOPS, metadata=OPTIONAL)  # physics of loops that a compiler fused
-    # what calls lose beside other ranks
-    contention: Contention = field(default_factory=Contention, metadata=UNSAVED)
+    contention: Contention = field(default_factory=Contention, metadata=UNSAVED)  # what calls lose beside other ranks
     shared: bool = field(default=False, metadata=UNSAVED)  # whether other ranks compute on the host
 
     def seconds(self, calls: Sequence[str], ops: Sequence[Op], phases: Sequence[int]) -> Array:

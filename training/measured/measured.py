@@ -38,14 +38,11 @@ class Profile:
     """Ops and collectives measured on their own, and the hardware's facts."""
 
     fabric: Fabric | None  # of collectives whose file does not say on which links
-    # ops, op_busy, op_seconds: measured ops, one entry each
-    ops: list[Op] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)  # measured ones, with an entry in each of the next three
     op_busy: list[int] = field(default_factory=list)
     op_seconds: list[float] = field(default_factory=list)
-    # what the host took to launch each, 0 where that was not measured
-    op_host_seconds: list[float] = field(default_factory=list)
-    # collectives, fabrics, collective_seconds: measured collectives
-    collectives: list[Collective] = field(default_factory=list)
+    op_host_seconds: list[float] = field(default_factory=list)  # to launch each, 0 where that was not measured
+    collectives: list[Collective] = field(default_factory=list)  # measured ones, with an entry in each of the next two
     fabrics: list[Fabric] = field(default_factory=list)
     collective_seconds: list[float] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)  # fields of Hardware that were measured

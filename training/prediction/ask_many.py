@@ -39,8 +39,7 @@ class Answers(NamedTuple):
     """Predicted times and memory of ``n`` jobs, in their order; each of shape ``(n,)``."""
 
     seconds: Floats  # iteration time, in seconds; NaN where a job does not fit in memory and was not timed
-    # low_s, high_s: ends of the prediction interval, in seconds; NaN where seconds is
-    low_s: Floats
+    low_s: Floats  # ends of the prediction interval, in seconds; NaN where seconds is
     high_s: Floats
     peak_bytes: Floats  # memory that the fullest stage needs
     capacity_bytes: Floats  # memory of that stage's device

@@ -146,9 +146,8 @@ def fit_ratios(model: KernelModel, others: Measurements) -> dict[str, Ratio]:
 class CollectiveRows:
     """Distinct measured collectives, shapes ``(rows,)``: the median where one was measured several times."""
 
-    # collectives, fabrics: signatures, each on its links
-    collectives: tuple[Collective, ...]
-    fabrics: tuple[Fabric, ...]
+    collectives: tuple[Collective, ...]  # signatures
+    fabrics: tuple[Fabric, ...]  # the links of each
     seconds: Array  # of one call
     own: NDArray[np.bool_]  # whether it was measured on the device itself, rather than on another one's links
 
