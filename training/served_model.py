@@ -39,19 +39,17 @@ class ServedModel:
             raise JobError(
                 f"the frame must have a column {JOB!r} of jobs as JSON, got {', '.join(map(str, model_input))}"
             )
-        jobs = [_job(text, index) for index, text in enumerate(model_input[JOB])]
+        jobs = []
+        for index, text in enumerate(model_input[JOB]):
+            try:
+                jobs.append(Job.from_dict(json.loads(text) if isinstance(text, str) else text))
+            except (JobError, ValueError, TypeError, AttributeError) as error:
+                raise JobError(f"row {index}: {error}") from None
         rows = [
             (p.iteration_time_s, p.low_s, p.high_s, p.tokens_per_s, float(p.memory.peak_bytes))
             for p in predict_many(jobs, self.predictor)
         ]
         return pandas.DataFrame(rows, columns=list(ANSWERS), index=model_input.index)
-
-
-def _job(text: Any, index: int) -> Job:
-    try:
-        return Job.from_dict(json.loads(text) if isinstance(text, str) else text)
-    except (JobError, ValueError, TypeError, AttributeError) as error:
-        raise JobError(f"row {index}: {error}") from None
 
 
 def _load_pyfunc(data_path: str) -> ServedModel:

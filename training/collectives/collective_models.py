@@ -162,7 +162,14 @@ class CollectiveModel(Saved):
         seconds *= np.array(longer)
         if self.nccl:
             for index, collective in enumerate(collectives):
-                seconds[index] = min(seconds[index], self._tree_seconds(collective, fabric))
+                label = label_of(collective)
+                physics = self.regressor.physics.get(label)
+                if physics is None or not collective.record.trees or collective.num_nodes == 1:
+                    continue
+                if np.log(collective.group_size) > self.regressor.support[label].high[1] + 1e-9:
+                    # An all-reduce over more ranks than were measured goes by NCCL's trees.
+                    terms = np.array([features.tree_terms(collective, fabric)])
+                    seconds[index] = min(seconds[index], physics.seconds(terms, np.ones(1))[0] / TREE_SHARE)
         return seconds
 
     @cached_property
@@ -193,15 +200,6 @@ class CollectiveModel(Saved):
         if collective.num_bytes <= most:
             return collective, 1.0
         return replace(collective, num_bytes=most), collective.num_bytes / most
-
-    def _tree_seconds(self, collective: Collective, fabric: Fabric) -> float:
-        """Seconds of an all-reduce over more ranks than were measured, by NCCL's trees; else infinite."""
-        physics = self.regressor.physics.get(label_of(collective))
-        if physics is None or not collective.record.trees or collective.num_nodes == 1:
-            return float("inf")
-        most = self.regressor.support[label_of(collective)].high[1] + 1e-9
-        seconds = physics.seconds(np.array([features.tree_terms(collective, fabric)]), np.ones(1))[0] / TREE_SHARE
-        return float(seconds) if np.log(collective.group_size) > most else float("inf")
 
     def unsupported(self, collective: Collective, fabric: Fabric) -> str:
         """Why a collective lies outside the measured range; empty if it lies within."""

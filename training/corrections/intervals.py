@@ -1,12 +1,11 @@
 """Prediction intervals: conformal ones from held-out runs, and errors of public predictors on published runs.
 
-A predictor from public tables has no runs of its own to hold back. Its errors on published runs are kept by source and
-by what their jobs are like: mixtures of experts, 8-bit products, fused attention, the generation of the chip, and the
-number of devices. Errors are counted in units of a scale that grows with these, with what was never measured, and where
-few sources have run on the chip. A job's interval is their conformal quantile times its own scale; a source with many
-runs counts for less than as many sources with one. Where a source's own runs are judged, its errors do not count.
-Runs are slower than predicted more often than faster, so an interval reaches further up than down. Where the host
-decides the time, the doubt of the host's time is added.
+A predictor from public tables has no runs of its own to hold back.  Its errors on published runs are kept by source and
+by what their jobs are like.  They are counted in units of a scale that grows with mixtures of experts, 8-bit products,
+unfused attention, devices, what was never measured, and where few sources have run on the chip.  A job's interval is
+their conformal quantile times its own scale; a source with many runs counts for less than as many sources with one, and
+not at all for its own runs.  Runs are slower than predicted more often than faster, so an interval reaches further up
+than down.  Where the host decides the time, the doubt of the host's time is added.
 ``python tools/shipped_data.py widths RUNS`` writes the preset again.
 
 Doubt about single ops and collectives, from errors of runs that were held back, and its sum over an iteration.

@@ -56,7 +56,14 @@ def profile_plan(
     seconds = 60 * minutes - LAUNCH_S
     if not 0 < minutes <= MOST_MINUTES or seconds < 10 * OP_S:
         raise CollectError(f"minutes must be from 0.5 to {MOST_MINUTES:g}, got {minutes:g}")
-    links = _links(devices, seconds * LINKS_SHARE) if devices > 1 else []
+    links: list[dict[str, Any]] = []
+    if devices > 1:  # collectives within a node with all sizes, those over all devices first
+        groups = dict.fromkeys([devices, *(2**power for power in range(int(math.log2(devices)), 0, -1))])
+        links = [
+            {"kind": kind, "num_bytes": size, "group_size": group, "ranks_per_node": group}
+            for group, size, kind in product(groups, SIZES, COLLECTIVES)
+            if kind != "send_recv" or group == 2
+        ][: max(int(seconds * LINKS_SHARE / COLLECTIVE_S), 1)]
     count = int((seconds - COLLECTIVE_S * len(links)) / OP_S)
     transfer = Transfer(hardware, tuple(teachers))
     shares = wanted_shares(hardware, jobs)
@@ -143,16 +150,3 @@ def catalogue_jobs(hardware: Hardware, models: Sequence[str] = tuple(MODELS)) ->
         parallel = {"tp": tp, "sequence_parallel": tp > 1}
         with suppress(StepsightError):  # heads that tp does not divide
             yield Job.of({"model": {"name": model}, "parallel": parallel, "batch": batch, "cluster": cluster})
-
-
-def _links(devices: int, seconds: float) -> list[dict[str, Any]]:
-    """Collectives within a node with all sizes, those over all devices first."""
-    groups = [2**power for power in range(int(math.log2(devices)), 0, -1)]
-    rows = [
-        {"kind": kind, "num_bytes": size, "group_size": group, "ranks_per_node": group}
-        for group in dict.fromkeys([devices, *groups])
-        for size in SIZES
-        for kind in COLLECTIVES
-        if kind != "send_recv" or group == 2
-    ]
-    return rows[: max(int(seconds / COLLECTIVE_S), 1)]

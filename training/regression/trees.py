@@ -126,17 +126,11 @@ class Trees:
         roots = np.array(
             [n if len(t.feature) else ~leaf for t, n, leaf in zip(trees, nodes, leaves, strict=False)], int
         )
-
-        def moved(children: NDArray[np.int64], index: int) -> NDArray[np.int64]:
-            return np.asarray(np.where(children >= 0, children + nodes[index], children - leaves[index]))
-
-        forest = _Tree(
-            np.concatenate([np.zeros(0, int), *(tree.feature for tree in trees)]),
-            np.concatenate([np.zeros(0), *(tree.threshold for tree in trees)]),
-            np.concatenate([np.zeros(0, int), *(moved(tree.left, i) for i, tree in enumerate(trees))]),
-            np.concatenate([np.zeros(0, int), *(moved(tree.right, i) for i, tree in enumerate(trees))]),
-            np.concatenate([np.zeros(0), *(tree.leaf for tree in trees)]),
-        )
+        moved = [_Tree(np.zeros(0, int), np.zeros(0), np.zeros(0, int), np.zeros(0, int), np.zeros(0))]
+        for tree, node, leaf in zip(trees, nodes.tolist(), leaves.tolist(), strict=False):
+            left, right = (np.where(to >= 0, to + node, to - leaf) for to in (tree.left, tree.right))
+            moved.append(tree._replace(left=left, right=right))
+        forest = _Tree(*map(np.concatenate, zip(*moved, strict=True)))
         return forest, roots, sum(float(np.abs(tree.leaf).max()) for tree in trees)
 
     @cached_property

@@ -3,14 +3,12 @@
 ``python -m stepsight.training.shipped.catalogue a100-sxm --data DATA --out DIR`` makes one again, bit for bit with the
 same versions of the libraries.
 
-Power of matrix products by chip, learned from published runs, lowers the clock in training.  Kernels of tables were
-measured alone, in calls that end before the power limit lowers the clock.  In training the clock falls
-(``Hardware.power_slowdown``), by as much as the chip's products would draw more than the limit of the device.  That
-power is one number for each chip, for products in 16 bits and in fewer.  It is learned from published runs of dense
-models with fused attention, whose software runs the kernels of the tables.  The prior is what the chip's table shows
-(``TABLED``): a benchmark repeats a kernel, so that the clock falls beside long ones.  Where a source's own runs are
-judged, the number is taken that the other sources gave.  ``python tools/shipped_data.py power RUNS`` writes the preset
-again.
+Kernels of tables were measured alone, in calls that end before the power limit lowers the clock.  In training the clock
+falls (``Hardware.power_slowdown``), by as much as the chip's products would draw more than the limit of the device.
+That power is one number for each chip, for products in 16 bits and in fewer.  It is learned from published runs of
+dense models with fused attention, whose software runs the kernels of the tables, without the runs that are judged.  The
+prior is what the chip's table shows (``TABLED``): a benchmark repeats a kernel, so that the clock falls beside long
+ones.  ``python tools/shipped_data.py power RUNS`` writes the preset again.
 """
 
 from __future__ import annotations
