@@ -110,27 +110,23 @@ class ContextNetwork:
             found[1] = self._head("features", hidden, features)
         if wanted[2]:
             for layer in range(self.num_layers):
-                hidden = hidden + _silu(self._combine(f"layers.{layer}.combine", hidden, graph))
+                stream = _mean(hidden, np.arange(graph.num_nodes), graph.stream, graph.num_streams)[:, graph.stream]
+                heard: list[Array | None] = [hidden, stream]  # None: no edges of a relation in a direction
+                for relation, near, far in directions(self.relations):
+                    ends = graph.edges[relation]
+                    heard.append(_mean(hidden, ends[far], ends[near], graph.num_nodes) if ends.size else None)
+                weight = self.tensors[f"layers.{layer}.combine.weight"].swapaxes(1, 2)
+                combined, width = self.tensors[f"layers.{layer}.combine.bias"][:, None], hidden.shape[2]
+                for place, each in enumerate(heard):  # a product for each: small ones run on one thread
+                    if each is not None:
+                        combined = combined + each @ weight[:, place * width : (place + 1) * width]
+                hidden = hidden + _silu(combined)
             found[2] = self._head("graph", hidden, features)
         return found
 
     def _head(self, level: str, hidden: Array, features: Array) -> Array:
         raw = self._linear(f"heads.{level}.decode", hidden) + self._linear(f"heads.{level}.direct", features)
         return np.asarray(self.bound * np.tanh(raw[:, :, 0] / self.bound).mean(axis=0))
-
-    def _combine(self, name: str, hidden: Array, graph: Topology) -> Array:
-        """A linear map of hidden states and of messages, a product for each: small ones run on one thread."""
-        weight, bias = self.tensors[f"{name}.weight"].swapaxes(1, 2), self.tensors[f"{name}.bias"]
-        found, width = bias[:, None], hidden.shape[2]
-        stream = _mean(hidden, np.arange(graph.num_nodes), graph.stream, graph.num_streams)[:, graph.stream]
-        heard: list[Array | None] = [hidden, stream]  # None: no edges of a relation in a direction
-        for relation, near, far in directions(self.relations):
-            ends = graph.edges[relation]
-            heard.append(_mean(hidden, ends[far], ends[near], graph.num_nodes) if ends.size else None)
-        for place, each in enumerate(heard):
-            if each is not None:
-                found = found + each @ weight[:, place * width : (place + 1) * width]
-        return np.asarray(found)
 
     def _linear(self, name: str, value: Array) -> Array:
         weight, bias = self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"]

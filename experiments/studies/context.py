@@ -166,10 +166,10 @@ def fit_tree_context(split: Split, seed: int, relations: tuple[str, ...]) -> tup
     targets, weights = [each.target[each.known] for each in known], [fit_context.node_weights(examples)]
     weights[0] = weights[0] / max(float(weights[0].sum()), 1e-12)
     for whole in wholes:
-        alone, bounds = whole.iteration.alone, whole.iteration.bounds
-        seconds, counts = whole.iteration.seconds_and_counts(alone)
-        parts = zip(whole.iteration.lowered.programs, np.split(alone, bounds[1:-1]), strict=True)
-        hardware = whole.iteration.latency.hardware
+        alone, bounds = whole.alone, whole.bounds
+        seconds, counts = whole.seconds_and_counts(alone)
+        parts = zip(whole.lowered.programs, np.split(alone, bounds[1:-1]), strict=True)
+        hardware = whole.latency.hardware
         rows += [rows_of(SegmentGraph(program, hardware, whole.busy), part, relations) for program, part in parts]
         targets.append(np.full(len(alone), np.log(whole.measured_s / seconds)))
         weights.append(fit_context.ITERATION_WEIGHT * counts * alone / seconds / len(wholes))

@@ -7,6 +7,7 @@ its rank or link is.  That is all back-propagation needs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -66,19 +67,9 @@ class Example:
         return np.clip(np.log(np.maximum(self.inside, 1e-9) / self.alone), -BOUND, BOUND)
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A run's iteration: the job as a function of its nodes, and the measured time."""
-
-    iteration: Iteration
-    measured_s: float
-    busy: int
-    run: str
-
-
 def fit_context(
     examples: Sequence[Example],
-    wholes: Sequence[Whole],
+    wholes: Sequence[Iteration],
     *,
     seed: int = 0,
     epochs: int = EPOCHS,
@@ -110,7 +101,7 @@ def fit_context(
 class Batch:
     """Segments and iterations as one graph; a program that occurs in a trace and in a lowered job is stored once."""
 
-    def __init__(self, examples: Sequence[Example], wholes: Sequence[Whole]) -> None:
+    def __init__(self, examples: Sequence[Example], wholes: Sequence[Iteration]) -> None:
         numbers: dict[tuple[object, ...], Ints] = {}  # of the nodes of each distinct program
         features, graphs, count = [np.zeros((0, len(graph_features.node_feature_names())))], [], 0
 
@@ -125,11 +116,11 @@ class Batch:
             return numbers[key]
 
         index = [np.zeros(0, np.int64), *(add(each.graph, each.alone)[each.known] for each in examples)]
-        self.wholes: list[tuple[Whole, Tensor, Tensor]] = []  # with the numbers of its nodes and their seconds alone
+        self.wholes: list[tuple[Iteration, Tensor, Tensor]] = []  # each with its nodes' numbers and seconds alone
         for whole in wholes:
-            alone, bounds = whole.iteration.alone, whole.iteration.bounds
-            parts = zip(whole.iteration.lowered.programs, np.split(alone, bounds[1:-1]), strict=True)
-            hardware = whole.iteration.latency.hardware
+            alone, bounds = whole.alone, whole.bounds
+            parts = zip(whole.lowered.programs, np.split(alone, bounds[1:-1]), strict=True)
+            hardware = whole.latency.hardware
             own = [add(graph_features.SegmentGraph(program, hardware, whole.busy), part) for program, part in parts]
             self.wholes.append((whole, torch.from_numpy(np.concatenate(own)), torch.from_numpy(alone)))
         self.features = torch.from_numpy(np.concatenate(features)).float()
@@ -152,7 +143,7 @@ class Batch:
             for number, (whole, own, alone) in enumerate(self.wholes):
                 for level, inside in enumerate(alone * corrections[:, own].double().exp()):
                     if again or (number, level) not in self.paths:
-                        self.paths[number, level] = critical_path(whole.iteration, inside)
+                        self.paths[number, level] = critical_path(whole, inside)
                     seconds.append(iteration_seconds(self.paths[number, level], inside))
             levels = torch.stack(seconds).reshape(len(self.wholes), -1).T
             loss = loss + ITERATION_WEIGHT * iteration_loss(levels, self.measured).float()
@@ -213,6 +204,9 @@ class Iteration:
 
     job: Job
     latency: LatencyModel
+    measured_s: float = math.nan  # of a run's iteration
+    busy: int = 1  # devices of a node that compute at once
+    run: str = ""  # name of the run
 
     @cached_property
     def lowered(self) -> Lowered:
@@ -277,7 +271,7 @@ def iteration_seconds(path: tuple[float, Tensor], inside: Tensor) -> Tensor:
 _UNKNOWN_LINKS = "loopback"  # of hardware without usual links: they are features of collectives, and teach nothing
 
 Taught = MeasuredRun | ImportedSegments  # a run with segments
-Measured = tuple[list[Example], list[Whole]]  # segments of a run, and its iteration if that was timed
+Measured = tuple[list[Example], list[Iteration]]  # segments of a run, and its iteration if that was timed
 
 
 def make_examples(runs: Sequence[Taught], predictor: Predictor) -> list[Example]:
@@ -287,7 +281,18 @@ def make_examples(runs: Sequence[Taught], predictor: Predictor) -> list[Example]
     """
     examples = []
     for run in runs:
-        timer = timer_of(_latency(run, predictor))
+        latency: LatencyModel
+        if isinstance(run, MeasuredRun):
+            latency = run_latency(run.manifest, predictor)
+        elif run.job is not None and run.job.hardware_name == predictor.hardware.name:
+            latency = predictor.latency(run.job)
+        else:  # it ran on one device with the hardware's usual links
+            try:
+                links = usual_fabric(predictor.hardware.name)
+            except JobError:
+                links = _UNKNOWN_LINKS
+            latency = predictor.latency_on(find_fabric(links), 1, 1)
+        timer = timer_of(latency)
         for mean, repeats in average(run.segments):
             works, inside = [node.work for node in mean.program.nodes], mean.slot_s
             if works:
@@ -300,25 +305,11 @@ def make_examples(runs: Sequence[Taught], predictor: Predictor) -> list[Example]
     return examples
 
 
-def _latency(run: Taught, predictor: Predictor) -> LatencyModel:
-    """Seconds of a run's works; an imported one without a job ran on one device with the hardware's usual links."""
-    if isinstance(run, MeasuredRun):
-        return run_latency(run.manifest, predictor)
-    if run.job is not None and run.job.hardware_name == predictor.hardware.name:
-        return predictor.latency(run.job)
-    try:
-        fabric = find_fabric(usual_fabric(predictor.hardware.name))
-    except JobError:
-        fabric = find_fabric(_UNKNOWN_LINKS)
-    return predictor.latency_on(fabric, 1, 1)
-
-
-def make_wholes(runs: Sequence[Taught], predictor: Predictor) -> list[Whole]:
+def make_wholes(runs: Sequence[Taught], predictor: Predictor) -> list[Iteration]:
     """The whole runs as functions of their nodes, with their measured iteration times."""
     manifests = [run.manifest for run in runs if isinstance(run, MeasuredRun) and run.whole]
     return [
-        Whole(Iteration(run.job, run_latency(run, predictor)), run.iteration_time_s, run.busy, run.name)
-        for run in manifests
+        Iteration(run.job, run_latency(run, predictor), run.iteration_time_s, run.busy, run.name) for run in manifests
     ]
 
 

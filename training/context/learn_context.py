@@ -17,9 +17,9 @@ from stepsight.training.context.fit_context import (
     ITERATION_WEIGHT,
     Batch,
     Example,
+    Iteration,
     Measured,
     Taught,
-    Whole,
     fit_context,
     joined,
     measured_runs,
@@ -47,13 +47,13 @@ class HeldBackRun:
     weight: Array  # of each node, in sum 1, (n,); of ops alone, by time, in sum 1: op_weight
     op_weight: Array
     parts: Array  # log-corrections of each node, (n, 3)
-    whole: Whole | None  # its iteration, None if that was not timed; whole_parts of its nodes, (m, 3)
+    whole: Iteration | None  # its iteration, None if that was not timed; whole_parts of its nodes, (m, 3)
     whole_parts: Array
     kinds: tuple[str, ...] = ()  # of each node
     phases: tuple[str, ...] = ()  # of each node
 
     @classmethod
-    def of(cls, model: ContextModel | None, examples: Sequence[Example], wholes: Sequence[Whole]) -> HeldBackRun:
+    def of(cls, model: ContextModel | None, examples: Sequence[Example], wholes: Sequence[Iteration]) -> HeldBackRun:
         """Of a run's distinct segments, and its iteration if that was timed; without a model no level says anything."""
         batch = Batch(examples, wholes)
         parts = np.zeros((len(batch.features), len(LEVELS)))
@@ -90,7 +90,7 @@ class HeldBackRun:
     def iteration(self, strengths: Array) -> tuple[float, Array]:
         """Seconds of the iteration, and the slope of their logarithm by strengths, ``(3,)``."""
         assert self.whole is not None
-        iteration = self.whole.iteration
+        iteration = self.whole
         inside = iteration.alone * np.exp(np.clip(self.whole_parts @ strengths, -BOUND, BOUND))
         seconds, counts = iteration.seconds_and_counts(inside)
         return seconds, (counts * inside / seconds) @ self.whole_parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,7 +101,7 @@ def train(
         predictor = replace(predictor, manifest=manifest)
         predictor.save(out)
         say("tracking in MLflow")
-        run.finish(predictor, out, _compared(predictor, folders))
+        run.finish(predictor, out, partial(_compared, predictor, folders))
     say(f"done: {out}")
     return Predictor.load(out)
 
@@ -218,24 +219,20 @@ def _manifest(
     }
 
 
-def _compared(predictor: Predictor, folders: Sequence[Path]) -> Callable[[Predictor], tuple[float, float] | None]:
-    """Compare a predictor with the champion: on held-out runs, else on the same runs held out in turn."""
-
-    def compare(champion: Predictor) -> tuple[float, float] | None:
-        whole = [run for run in read_runs(folders, ("heldout",)) if run.manifest.whole]
-        trained = {*predictor.manifest["runs"], *champion.manifest.get("runs", ())}
-        if whole and not trained & {run.manifest.name for run in whole}:
-            measured = np.array([run.manifest.iteration_time_s for run in whole])
-            own, its = (
-                mape(np.array([predict_run(run.manifest, p).iteration_time_s for run in whole]), measured)
-                for p in (predictor, champion)
-            )
-            return own, its
-        same = champion.manifest.get("data_digests", {}).get("runs") == predictor.manifest["data_digests"]["runs"] != ""
-        errors = [p.manifest.get("metrics", {}).get("mape_percent") for p in (predictor, champion)]
-        return (errors[0], errors[1]) if same and None not in errors else None
-
-    return compare
+def _compared(predictor: Predictor, folders: Sequence[Path], champion: Predictor) -> tuple[float, float] | None:
+    """Errors of a predictor and of the champion on held-out runs, else on the same runs held out in turn."""
+    whole = [run for run in read_runs(folders, ("heldout",)) if run.whole]
+    trained = {*predictor.manifest["runs"], *champion.manifest.get("runs", ())}
+    if whole and not trained & {run.name for run in whole}:
+        measured = np.array([run.manifest.iteration_time_s for run in whole])
+        own, its = (
+            mape(np.array([predict_run(run.manifest, p).iteration_time_s for run in whole]), measured)
+            for p in (predictor, champion)
+        )
+        return own, its
+    same = champion.manifest.get("data_digests", {}).get("runs") == predictor.manifest["data_digests"]["runs"] != ""
+    errors = [p.manifest.get("metrics", {}).get("mape_percent") for p in (predictor, champion)]
+    return (errors[0], errors[1]) if same and None not in errors else None
 
 
 @dataclass(frozen=True)

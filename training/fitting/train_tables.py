@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ def train_tables(
         told |= {"held_out": held_out, "mlflow_run_id": run.run_id, "mlflow_uri": uri, "warnings": few_rows(used)}
         predictor = replace(predictor, manifest={**_manifest(table, whole, used, software), **told})
         predictor.save(out)
-        run.finish(predictor, out, _compared(predictor, whole))
+        run.finish(predictor, out, partial(_compared, predictor, whole))
     say(f"done: {out}")
     return Predictor.load(out)
 
@@ -251,25 +252,18 @@ def _manifest(table: Measurements, whole: OwnTable, used: OwnTable, software: st
     }
 
 
-def _compared(predictor: Predictor, whole: OwnTable) -> Callable[[Predictor], tuple[float, float] | None]:
-    """Compare a predictor with the champion: on rows that neither was trained on, else on the same held-out shapes."""
-
-    def compare(champion: Predictor) -> tuple[float, float] | None:
-        unseen = []
-        for works in (whole.ops.ops, whole.collectives.collectives):
-            shapes = [shape_of(work) for work in works]
-            seen = trained_on(predictor.manifest, shapes) | trained_on(champion.manifest, shapes)
-            unseen.append(np.flatnonzero(~seen))
-        rows = whole.take(*unseen)
-        if len(rows.ops) + len(rows.collectives) >= FEWEST_TO_SPLIT and "trained_shapes" in champion.manifest:
-            return _mean(judge_own_table(predictor, rows)), _mean(judge_own_table(champion, rows))
-        own, its = predictor.manifest, champion.manifest
-        same = all(own[key] == its.get(key) for key in ("sources", "seed"))
-        if not (same and own["held_out"] and its.get("held_out")):
-            return None
-        return _mean(own["held_out"]), _mean(its["held_out"])
-
-    return compare
+def _compared(predictor: Predictor, whole: OwnTable, champion: Predictor) -> tuple[float, float] | None:
+    """Errors of a predictor and of the champion on rows that taught neither, else on the same held-out shapes."""
+    unseen = []
+    for works in (whole.ops.ops, whole.collectives.collectives):
+        shapes = [shape_of(work) for work in works]
+        unseen.append(~(trained_on(predictor.manifest, shapes) | trained_on(champion.manifest, shapes)))
+    rows = whole.take(*map(np.flatnonzero, unseen))
+    own, its = predictor.manifest, champion.manifest
+    if len(rows.ops) + len(rows.collectives) >= FEWEST_TO_SPLIT and "trained_shapes" in its:
+        return _mean(judge_own_table(predictor, rows)), _mean(judge_own_table(champion, rows))
+    same = all(own[key] == its.get(key) for key in ("sources", "seed")) and own["held_out"] and its.get("held_out")
+    return (_mean(own["held_out"]), _mean(its["held_out"])) if same else None
 
 
 def _mean(figures: Mapping[str, Any]) -> float:

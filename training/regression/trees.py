@@ -79,12 +79,8 @@ def fit_trees(
     binning = {"verbosity": -1, "max_bin": parameters["max_bin"]}
     data = lightgbm.Dataset(features, targets, weight=weights, feature_name=list(names), params=binning)
     booster = lightgbm.train({**parameters, "seed": seed}, data, num_boost_round=rounds)
-    return Trees(_without_history(booster.model_to_string()))
-
-
-def _without_history(text: str) -> str:
-    """LightGBM's text with only the parts that evaluation needs, and shortened numbers; LightGBM can still read it."""
-    header, *blocks = text.split("\nTree=")
+    # Only the parts that evaluation needs are kept, with shortened numbers; LightGBM can still read them.
+    header, *blocks = booster.model_to_string().split("\nTree=")
     lines = [line for line in header.splitlines() if line == "tree" or line.split("=")[0] in _HEADER]
     pieces = ["\n".join([*lines, ""])]
     for block in blocks:
@@ -93,10 +89,9 @@ def _without_history(text: str) -> str:
         kept = {key: fields[key] for key in _KEPT if key in fields}
         for key in ("threshold", "leaf_value"):
             kept[key] = " ".join(f"{float(value):.{_DIGITS}g}" for value in fields.get(key, "").split())
-        shrinkage = fields.get("shrinkage", "1")
         told = [f"{key}={value}" for key, value in kept.items()]
-        pieces.append("\n".join([f"Tree={number}", *told, f"shrinkage={shrinkage}", "", ""]))
-    return "\n".join([*pieces, "end of trees", ""])
+        pieces.append("\n".join([f"Tree={number}", *told, f"shrinkage={fields.get('shrinkage', '1')}", "", ""]))
+    return Trees("\n".join([*pieces, "end of trees", ""]))
 
 
 class _Tree(NamedTuple):

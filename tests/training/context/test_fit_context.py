@@ -10,10 +10,10 @@ from stepsight.dataset.kinds.op import Op
 from stepsight.features.node_features import SegmentGraph
 from stepsight.gnn.context_model import mean_network
 from stepsight.gnn.contexts import FORMS
-from stepsight.training.context.fit_context import Example, Iteration, Whole, fit_context, op_error
+from stepsight.training.context.fit_context import Example, Iteration, fit_context, op_error
 from stepsight.training.predictor.predictor import Predictor
 
-Measured = tuple[list[Example], list[Whole], list[Example], list[Whole]]
+Measured = tuple[list[Example], list[Iteration], list[Example], list[Iteration]]
 
 
 def _job(layers: int, hidden: int, dp: int) -> Job:
@@ -34,7 +34,7 @@ def _truth(program: Program, alone: np.ndarray) -> np.ndarray:
 
 def _measured(
     predictor: Predictor, hardware: Hardware, sizes: list[tuple[int, int, int]]
-) -> tuple[list[Example], list[Whole]]:
+) -> tuple[list[Example], list[Iteration]]:
     examples, wholes = [], []
     rng = np.random.default_rng(0)
     for layers, hidden, dp in sizes:
@@ -47,7 +47,7 @@ def _measured(
             noisy = after * np.exp(rng.normal(0, 0.05, len(after)))
             examples.append(Example(SegmentGraph(program, hardware, dp), before, noisy, job.name))
         seconds, _ = iteration.seconds_and_counts(np.concatenate(inside))
-        wholes.append(Whole(iteration, seconds, dp, job.name))
+        wholes.append(replace(iteration, measured_s=seconds, busy=dp, run=job.name))
     return examples, wholes
 
 
@@ -59,14 +59,14 @@ def measured(predictor: Predictor, hardware: Hardware) -> Measured:
     return *train, *heldout
 
 
-def _iteration_error(wholes: list[Whole], predictor: Predictor) -> float:
+def _iteration_error(wholes: list[Iteration], predictor: Predictor) -> float:
     off = []
     for whole in wholes:
-        bounds = whole.iteration.bounds
-        parts = np.split(whole.iteration.alone, bounds[1:-1])
-        latency = predictor.latency(whole.iteration.job)
-        inside = np.concatenate(latency.in_context(whole.iteration.lowered.programs, parts))
-        off.append(abs(np.log(whole.iteration.seconds_and_counts(inside)[0] / whole.measured_s)))
+        bounds = whole.bounds
+        parts = np.split(whole.alone, bounds[1:-1])
+        latency = predictor.latency(whole.job)
+        inside = np.concatenate(latency.in_context(whole.lowered.programs, parts))
+        off.append(abs(np.log(whole.seconds_and_counts(inside)[0] / whole.measured_s)))
     return float(np.mean(off))
 
 
