@@ -254,11 +254,9 @@ class HeldoutEvaluation:
 def evaluate_heldout(predictor: Predictor, collection: Path, *, role: str = "heldout") -> HeldoutEvaluation:
     """Predict every run of a role and compare the prediction with the measured time.
 
-    Emulated pipeline stages judge only ops, because their iterations are not iterations of a job.
-
-    Raises:
-        TraceError: If the collection has no such run to judge iterations by, or one of them trained the predictor.
-        PredictorError: If a run was on other hardware.
+    Emulated pipeline stages judge only ops, because their iterations are not iterations of a job.  Raises
+    ``TraceError`` if the collection has no such run to judge iterations by, or one of them trained the predictor, and
+    ``PredictorError`` if a run was on other hardware.
     """
     runs = read_runs([collection], (role,))
     if not any(run.manifest.whole for run in runs):

@@ -222,11 +222,8 @@ def captured_latency(
 def predict_program(program: Program, predictor: Predictor | str | Path | None = None) -> CapturedPrediction:
     """Predict one rank's program on the predictor's devices, or on those that it names; the fabric is the usual one.
 
-    Of a trace, its first step that no observer slowed is predicted.  Its memory is not known.
-
-    Raises:
-        PredictorError: If it has no nodes.
-        TraceError: If its columns do not fit together, as after edges that lead back.
+    Of a trace, its first step that no observer slowed is predicted.  Its memory is not known.  Raises
+    ``PredictorError`` if it has no nodes, ``TraceError`` if its columns do not fit together (edges that lead back).
     """
     if not len(program):
         raise PredictorError("a program that is predicted must have nodes, got none")

@@ -113,19 +113,13 @@ class Prediction:
         return self.interval()[1]
 
     def interval(self, without: str = "", *, judged: bool = False) -> tuple[float, float]:
-        """Compute the prediction interval.
+        """Low and high end of the prediction interval, in seconds.
 
         Its width comes from the runs held back in training; without a predictor it is a factor of three.  A predictor
-        from public tables counts its errors on published runs of other sources.  A calibrated one gives jobs like the
-        calibrated runs a narrower interval, at least the 90th percentile of the errors on runs that fit and judged it.
-        If virtual stages are open and the framework usually interleaves, the interval holds those of both jobs.
-
-        Args:
-            without: A source of published runs whose errors do not count.
-            judged: The job is one of the runs that judged the calibration: their errors do not count.
-
-        Returns:
-            Low and high end, in seconds.
+        from public tables counts its errors on published runs of other sources than ``without``.  A calibrated one
+        gives jobs like the calibrated runs a narrower interval, at least the 90th percentile of the errors on runs that
+        fit and judged it (``judged``: the job is one of the latter, whose errors do not count).  If virtual stages are
+        open and the framework usually interleaves, the interval holds those of both jobs.
         """
         if not isinstance(without, str):
             raise StepsightError(f"without must be the name of a source, got {without!r:.80}: the coverage is 90 %")

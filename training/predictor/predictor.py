@@ -148,10 +148,8 @@ class LearnedLatency:
         return found
 
     def outside(self, works: Sequence[Op | Collective]) -> tuple[str, list[str]]:
-        """Work outside the measured range.
-
-        Returns why all of it does (more devices of a node compute at once than were measured), and why each work does;
-        empty where it does not.
+        """Why all work lies outside the measured range (more devices of a node compute at once than were measured), and
+        why each work does; empty where it does not.
         """
         found = {work: self._outside.get(work) for work in works}
         for work in (work for work, reason in found.items() if reason is None):
@@ -368,10 +366,8 @@ class Predictor:
 
     @classmethod
     def load(cls, folder: str | Path) -> Predictor:
-        """Read a folder that ``save`` wrote, or a shipped predictor by its name.
-
-        Raises:
-            PredictorError: If it is no predictor, has another schema, or its files are not those that were saved.
+        """Read a folder that ``save`` wrote, or a shipped predictor by its name.  Raises ``PredictorError`` if it is no
+        predictor, has another schema, or its files are not those that were saved.
         """
         folder = Path(folder)
         if not folder.exists() and folder.name in shipped_names():

@@ -116,10 +116,8 @@ class Regressor(Saved):
         return float(self.support[kind].beyond(position).sum())
 
     def gap(self, kind: str, position: Array) -> float:
-        """Distance of a position from the nearest measured one, in log units of the axis where they differ most.
-
-        0 where the table is so large that positions are not kept.  ``kind``: as in ``support``.  ``position``: its
-        first axes, those that count.
+        """Distance of a position (its first axes count) from the nearest measured one, in log units of the axis where
+        they differ most; 0 where the table is so large that positions are not kept.
         """
         known = self.neighbours.get(kind)
         if known is None or not len(known.positions):

@@ -208,10 +208,7 @@ _PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 
 
 
 def check_store(uri: str) -> None:
-    """Check that a store can be reached, before long work: MLflow itself would retry for minutes.
-
-    Raises ``PredictorError`` if not.
-    """
+    """Refuse a store that cannot be reached, before long work: MLflow itself would retry for minutes."""
     try:
         if uri.startswith("sqlite:"):
             path = database_file(uri)
@@ -288,9 +285,8 @@ def store_lock(uri: str) -> Iterator[None]:
 
 
 def create_store(uri: str) -> None:
-    """Create the tables of an SQLite store that is not there, under its lock: whole, or not at all.
-
-    MLflow migrates a new database in many steps; one that was killed between them refuses every later use.
+    """Create the tables of an SQLite store that is not there, under its lock: whole, or not at all.  MLflow migrates a
+    new database in many steps; one that was killed between them refuses every later use.
     """
     path = database_file(uri).resolve()
     if not uri.startswith("sqlite:///") or (path.is_file() and path.stat().st_size):
@@ -314,14 +310,9 @@ def model_name(hardware: str) -> str:
 def load_predictor(name: str | Path) -> Predictor:
     """Read a predictor: a folder, a shipped one by its name or its hardware's, or one of MLflow's registry.
 
-    A shipped one is the same that ``predict`` takes by default for its hardware.  A folder is read again if its files
-    changed.
-
-    Args:
-        name: As ``runs/mine``, ``h100-sxm``, ``h100-sxm-96gb`` or ``models:/h100@champion``; a folder goes before.
-
-    Raises:
-        PredictorError: If there is none, or as ``Predictor.load`` and ``load_model_uri``.
+    ``name``: as ``runs/mine``, ``h100-sxm``, ``h100-sxm-96gb`` or ``models:/h100@champion``; a folder goes before, and
+    is read again if its files changed.  A shipped one is the same that ``predict`` takes by default for its hardware.
+    Raises ``PredictorError`` if there is none, or as ``Predictor.load`` and ``load_model_uri``.
     """
     if str(name).startswith(REGISTERED):
         return load_model_uri(str(name))
