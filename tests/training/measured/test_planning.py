@@ -201,7 +201,7 @@ def test_all_stand_ins_teach_ops_in_context_but_stages_no_iteration(predictor: P
     assert examples[2].alone[1] != examples[0].alone[1]
     assert [(whole.run, whole.busy) for whole in wholes] == [("replica", 1), ("plain", 1)]
     expected = stand_in_seconds(_emulated(dp=8), 5, predictor.latency(_emulated(dp=8), alone=True))
-    assert wholes[0].iteration.seconds_and_counts(wholes[0].iteration.alone)[0] == pytest.approx(expected)
+    assert wholes[0].seconds_and_counts(wholes[0].alone)[0] == pytest.approx(expected)
     assert predict_run(runs[0].manifest, predictor).iteration_time_s == pytest.approx(expected)
 
 
