@@ -6,18 +6,16 @@ Prediction(21.55 s, 18.95 to 25.22 s, 24.7 GB, gpt3-175b on 1024 x a100-sxm-80gb
 
 Ask with ``predict``, ``predict_many`` and ``search``; learn with ``train`` and ``calibrate``; compare predictions with
 measured runs with ``evaluate``; read and write configurations of training frameworks with ``read_configs`` and
-``write_config``.  ``step`` marks the end of a training step in a script of yours.  ``help`` of each shows its
-arguments and an example.
+``write_config``.  ``help`` of each shows its arguments and an example.  ``step`` marks the end of a training step in a
+script of yours, and ``clear_caches`` frees memory.
 
-A job is a ``Job``, the tables of one as a dict, or the path of a job file; ``Job`` is made of ``ModelSpec``,
-``ParallelSpec``, ``BatchSpec``, ``OptimizerSpec`` and ``ClusterSpec`` (with ``Straggler``, ``SlowLink`` and
-``OtherDevices``).  A ``Program`` is the graph of what one rank executes; it can be edited, and ``predict`` takes it
-too.  A ``TensorProgram`` is a model in a file, which data, tensor and pipeline parallelism distribute; ``model_grid``
-tries their products.  Every error that a user can correct is a ``StepsightError``.  ``clear_caches`` frees memory.
+A job is a ``Job``, the tables of one as a dict, or the path of a job file.  A ``Program`` is the graph of what one rank
+executes; it can be edited, and ``predict`` takes it too.  A ``TensorProgram`` is a model in a file, which data, tensor
+and pipeline parallelism distribute; ``model_grid`` tries their products.  Every error that a user can correct is a
+``StepsightError``.
 
-The public interface is the names in ``__all__``, ``stepsight.registries`` (where you add parts of your own),
-``stepsight.testing`` (contracts that check them) and the ``stepsight`` command.  Every other module is private: it
-may change in any release.
+The public interface is the names in ``__all__``, ``stepsight.registries`` (parts of your own), ``stepsight.testing``
+(contracts that check them) and the ``stepsight`` command.  All else is private: it may change in any release.
 """
 
 from __future__ import annotations

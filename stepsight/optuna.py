@@ -4,8 +4,4 @@
 best strategy by itself.
 """
 
-from __future__ import annotations
-
-from stepsight.experiments.search.study import LegalStrategies
-
-__all__ = ["LegalStrategies"]
+from stepsight.experiments.search.study import LegalStrategies as LegalStrategies

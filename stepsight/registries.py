@@ -29,9 +29,8 @@ registry              entry points' group             a part is a
 ====================  ==============================  ==============================================
 
 ``HARDWARE.names()`` lists all names, ``HARDWARE.unregister`` removes what was registered, and
-``with HARDWARE.registered(name, part):`` does both for the length of a block.  A part with a mistake is refused with a
-``StepsightError`` when it is made, registered or used.  ``stepsight.testing`` has contracts that check kinds, schedules
-and readers.
+``with HARDWARE.registered(name, part):`` does both for a block.  A part with a mistake is refused with a
+``StepsightError``.  ``stepsight.testing`` has contracts that check parts.
 """
 
 from __future__ import annotations

@@ -33,11 +33,7 @@ def color(at: int) -> str:
 
 
 def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str, str]]]]) -> str:
-    """Draw horizontal bars from a line at zero: to the right, and to the left where a value is negative.
-
-    Args:
-        rows: Label of each row, and value, text and colour of each of its bars.
-    """
+    """Draw horizontal bars from a line at zero: value, text and colour of each bar of each row."""
     values = [0.0, *(value for _, own in rows for value, *_ in own)]
     low, span = min(values), max(values) - min(values) or 1.0
     return _bar_table(
@@ -48,13 +44,7 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str, str]]]]) -> str:
 
 
 def stacks(rows: Sequence[tuple[str, Mapping[str, float]]], limits: Sequence[float], unit: str) -> str:
-    """Draw a bar for each row, made of its parts, and where its limit is.
-
-    Args:
-        rows: Label of each row, and the value of each part; of many rows only some are drawn.
-        limits: Of each row, for example a capacity.
-        unit: Of the values.
-    """
+    """Draw a bar for each row, made of its parts, and where its limit is; of many rows only some are drawn."""
     step = max(1, -(-len(rows) // MOST_ROWS))
     most = max([*limits, *(sum(own.values()) for _, own in rows)], default=1.0) or 1.0
     names = list(dict.fromkeys(name for _, own in rows for name in own))
@@ -134,15 +124,7 @@ def lines(
     steps: bool = False,
     limit: float | None = None,
 ) -> str:
-    """Draw lines over one axis.
-
-    Args:
-        series: Name and points of each line.
-        x_title, y_title: Of the axes, with units.
-        log_x: Whether the x axis is logarithmic.
-        steps: Whether a value holds until the next point.
-        limit: A horizontal line, for example a capacity.
-    """
+    """Draw lines over one axis; ``steps``: a value holds until the next point; ``limit``: a horizontal line."""
     points = [point for _, each in series for point in each]
     if not points:
         return ""
@@ -198,13 +180,7 @@ def timeline_html(number: int = 0) -> str:
 
 
 def timeline_call(trace: dict[str, Any], number: int = 0) -> str:
-    """The call of ``SCRIPT`` that draws a timeline.
-
-    Args:
-        trace: Chrome trace events, as ``Prediction.timeline("segment")`` gives.  A long timeline is cut after
-            ``MOST_EVENTS``.
-        number: As in ``timeline_html``.
-    """
+    """The call of ``SCRIPT`` that draws the events of ``Prediction.timeline("segment")``, at most ``MOST_EVENTS``."""
     data = json.dumps(timeline_data(trace["traceEvents"]), separators=(",", ":")).replace("<", "\\u003c")
     return f"stepsightTimeline({number},{data})"
 

@@ -21,7 +21,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.experiments.page import views
 from stepsight.experiments.page.charts import SCRIPT, timeline_call, timeline_html
 from stepsight.experiments.page.controls import Controls, button, chips, html, section, text_input
-from stepsight.experiments.page.sections import SearchSection, TraceSection
+from stepsight.experiments.page.sections import SearchSection, StoppedError, TraceSection
 from stepsight.experiments.page.server import MOST_DROPPED, TOO_LARGE, Workspace, job_link, linked_job
 from stepsight.experiments.questions.compare import compare_sides, predicted_side
 from stepsight.experiments.questions.job_facts import Field, changed, job_facts
@@ -62,20 +62,11 @@ def make_app(space: Workspace) -> FastAPI:
     return app
 
 
-class _ChangedError(Exception):
-    """The job changed, so that what is computed about it is no longer needed."""
-
-
 class Desk:
-    """One tab of a browser: a job with its answer, pinned answers, a search, and a traced run.
-
-    Args:
-        space: The folder that it reads.
-        asked: The answer to begin with, and those that are pinned.
-        link: The job of the address; empty: none.
-    """
+    """One tab of a browser: a job with its answer, pinned answers, a search, and a traced run."""
 
     def __init__(self, space: Workspace, asked: list[Prediction], link: str) -> None:
+        """``asked``: the answer to begin with, and those that are pinned; ``link``: the job of the address, if any."""
         self.space, self.goal = space, Goal(tokens=usual_amount(asked[0].job))
         self.prediction, self.pins = asked[0], asked[1:]
         self._controls: Controls
@@ -127,8 +118,8 @@ class Desk:
             self._sensitivity = html().props("data-testid=sensitivity")
         with section("Compare"):
             with chips():
-                button("Pin this answer", "pin", self.pin)
-                button("Remove the pins", "unpin", self._unpin)
+                button("Pin this answer", "pin", lambda: self._pin([*self.pins, self.prediction][:MOST_PINS]))
+                button("Remove the pins", "unpin", lambda: self._pin([]))
             self._compared = html(_NOT_PINNED).props("data-testid=comparison")
 
     def _add_share(self) -> None:
@@ -140,8 +131,7 @@ class Desk:
             self._link = text_input("link", label, readonly="readonly")
 
     def _set_theme(self, dark: bool | None) -> None:
-        self._theme.value = dark
-        name = {None: "", True: "dark", False: "light"}[dark]
+        self._theme.value, name = dark, {None: "", True: "dark", False: "light"}[dark]
         ui.run_javascript(f"document.documentElement.className = '{name}'")
 
     def say(self, text: str) -> None:
@@ -212,7 +202,7 @@ class Desk:
 
         def still_wanted(*_: int) -> None:
             if version != self._version:
-                raise _ChangedError
+                raise StoppedError
 
         def compute() -> tuple[str, views.Facts]:
             facts = job_facts(prediction, self.space.predictor, plan, on_step=still_wanted)
@@ -221,7 +211,7 @@ class Desk:
         self._controls.show_rules(prediction.job)
         try:
             found = await run.io_bound(compute)
-        except _ChangedError:
+        except StoppedError:
             return
         if found is not None:
             self._shown, (call, facts) = version, found
@@ -248,19 +238,12 @@ class Desk:
 
     def take(self, found: Opened, assumed: str = "") -> None:
         """Show what was opened, and what was assumed; a job replaces the one that is shown."""
-        if isinstance(found, Job):
-            self.ask(found, rebuild=True)
-        else:
-            self.traces.show(found)
+        self.ask(found, rebuild=True) if isinstance(found, Job) else self.traces.show(found)
         self.say(assumed)
 
-    def pin(self) -> None:
-        """Keep the answer to compare others with it."""
-        self.pins = [*self.pins, self.prediction][:MOST_PINS]
-        self._show_compared()
-
-    def _unpin(self) -> None:
-        self.pins = []
+    def _pin(self, answers: list[Prediction]) -> None:
+        """Keep answers to compare others with them."""
+        self.pins = answers
         self._show_compared()
 
     def _all(self) -> list[Prediction]:

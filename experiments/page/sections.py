@@ -33,8 +33,8 @@ MOST_KINDS = 3  # of ops, that have a slider
 _STEPS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)  # times as fast
 
 
-class _StoppedError(Exception):
-    """The user stopped the search."""
+class StoppedError(Exception):
+    """The user stopped what is computed, or changed the job that it is about."""
 
 
 class SearchSection:
@@ -62,7 +62,7 @@ class SearchSection:
 
         def on_trial(number: int, best: float | None) -> None:
             if self._stopped:
-                raise _StoppedError
+                raise StoppedError
             counted, shortest = progress_words(job, best)
             self.progress = f"{number + 1} {counted} predicted, {shortest}".removesuffix(", ")
 
@@ -77,7 +77,7 @@ class SearchSection:
             )
             self.progress = ""
             self._choose(0)
-        except _StoppedError:
+        except StoppedError:
             self.progress = "stopped"
         except StepsightError as error:
             self.progress = printable(str(error))
@@ -91,8 +91,7 @@ class SearchSection:
         self._chosen = number
         self._view.content = self.view()
         self._taking.clear()
-        choices = [] if self._result is None else views.timed_choices(self._result)
-        if not choices:
+        if self._result is None or not (choices := views.timed_choices(self._result)):
             return
         job = choices[number].job
         with self._taking:
@@ -155,16 +154,13 @@ class TraceSection:
                 made.on("input", moved, throttle=0.2, js_handler=VALUE)
             with ui.element("div").classes("chips"):
                 for name in ("no_host", "remove_straggler"):
-                    button(words(name), name.replace("_", "-"), partial(self._switch, found, name))
+                    button(words(name), name.replace("_", "-"), partial(self._answer, found, name))
 
-    async def _switch(self, found: ReplayedRun, name: str) -> None:
-        turned: dict[str, Any] = {name: not getattr(self._asked, name)}
-        self._asked = replace(self._asked, **turned)
-        await self._answer(found)
-
-    async def _answer(self, found: ReplayedRun) -> None:
-        """Replay the step with all changes."""
-        self._changed.content, asked = "", self._asked
+    async def _answer(self, found: ReplayedRun, switched: str = "") -> None:
+        """Replay the step with all changes; ``switched``: one to turn on or off."""
+        turned: dict[str, Any] = {switched: not getattr(self._asked, switched)} if switched else {}
+        self._changed.content, self._asked = "", replace(self._asked, **turned)
+        asked = self._asked
         told = None if asked == TraceChanges() else await run.io_bound(changed_run, found, asked)
         if told is not None and asked == self._asked:
             every = {"change": "all of them", "step_s": told["changed_s"], "speedup": told["speedup"]}

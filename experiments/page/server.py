@@ -53,9 +53,7 @@ class Workspace:
     def _offered(self, folder: Path, depth: int) -> Iterator[Path]:
         from stepsight.dataset.capture.captured import MANIFEST
 
-        for path in folder.iterdir():
-            if path.name.startswith("."):
-                continue
+        for path in folder.glob("[!.]*"):
             whole = (path / MANIFEST).is_file() or (path / "runs").is_dir()
             if whole or (path.suffix in _SUFFIXES and path.is_file()):
                 yield path
@@ -63,14 +61,8 @@ class Workspace:
                 yield from self._offered(path, depth + 1)
 
     def open(self, name: str, hardware: str = "") -> tuple[Opened, str]:
-        """Open a job, a configuration, a captured script or a traced run, and tell what was assumed.
-
-        Args:
-            name: Path within the folder.
-            hardware: For captured scripts, where the user names none.
-
-        Raises:
-            StepsightError: If it lies outside of the folder, or is nothing that can be opened.
+        """Open a job, a configuration, a captured script (on ``hardware`` where the user names none) or a traced run
+        within the folder, and tell what was assumed.
         """
         path = (self.root / named_path(name)).resolve()
         if not path.is_relative_to(self.root.resolve()):
@@ -120,11 +112,7 @@ def job_link(job: Job) -> str:
 
 
 def linked_job(space: Workspace, text: str) -> Job:
-    """The job of ``job_link``.
-
-    Raises:
-        JobError: If the text holds none, or more bytes than a job file may have.
-    """
+    """The job of ``job_link``."""
     try:
         unpack = zlib.decompressobj()
         content = unpack.decompress(base64.urlsafe_b64decode(text), MOST_TABLES)
@@ -193,7 +181,7 @@ class Guard:
             plain = [(b"content-type", b"text/plain; charset=utf-8")]
             await send({"type": "http.response.start", "status": status, "headers": plain})
             return await send({"type": "http.response.body", "body": text.encode()})
-        query = urlencode([pair for pair in _query(scope) if pair[0] != "token"])
+        query = urlencode([(name, value) for name, value in _query(scope) if name != "token"])
         more = {**_HEADERS, "Set-Cookie": f"{self._cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"}
 
         async def send_with_headers(message: _Message) -> None:

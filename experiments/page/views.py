@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from itertools import starmap
@@ -83,14 +83,11 @@ def section(title: str, content: str) -> str:
 def answer(facts: Facts, plan: Facts | None = None) -> str:
     """The figures that a reader looks for first."""
     held = facts["memory"]
+    sizes = f"{held['peak_bytes'] / 1e9:.1f} of {held['capacity_bytes'] / 1e9:.1f} GB"
     figures = [
         ("iteration-time", seconds_text(facts["iteration_time_s"]), "an iteration"),
         ("interval", interval_text(facts["low_s"], facts["high_s"]), "90 % prediction interval"),
-        (
-            "memory",
-            f"{held['peak_bytes'] / 1e9:.1f} of {held['capacity_bytes'] / 1e9:.1f} GB",
-            f"memory: {'fits' if held['fits'] else 'does not fit'}",
-        ),
+        ("memory", sizes, f"memory: {'fits' if held['fits'] else 'does not fit'}"),
         ("mfu", f"{100 * facts['mfu']:.1f} %", "MFU"),
     ]
     if facts["tokens_per_s"] is not None:
@@ -108,21 +105,19 @@ def answer(facts: Facts, plan: Facts | None = None) -> str:
 
 def said(facts: Facts) -> str:
     """What the answer rests on, and its warnings."""
-    outside = 100 * facts["unsupported_share"]
-    rests = f"The answer comes from: {facts['source']}. " + (
-        f"{outside:.0f} % of the time lies outside the measured range." if outside else "All of it was measured."
+    share = facts["unsupported_share"]
+    outside = (
+        f"{100 * share:.0f} % of the time lies outside the measured range." if share else "All of it was measured."
     )
-    texts = [
-        *(["This prediction is extrapolated."] if facts["unsupported_share"] > EXTRAPOLATED_SHARE else []),
-        *facts["warnings"],
-        *filter(None, [facts["memory"]["reason"]]),
-    ]
+    rests = f"The answer comes from: {facts['source']}. {outside}"
+    extrapolated = ["This prediction is extrapolated."] * (share > EXTRAPOLATED_SHARE)
+    texts = filter(None, [*extrapolated, *facts["warnings"], facts["memory"]["reason"]])
     items = "".join(f"<li>{escape(text)}</li>" for text in facts["unsupported"])
     more = f"<details><summary>Outside the measured range</summary><ul>{items}</ul></details>" if items else ""
     return f"<p>{escape(rests)}</p>{_warnings(texts)}{more}"
 
 
-def _warnings(texts: Sequence[str]) -> str:
+def _warnings(texts: Iterable[str]) -> str:
     return "".join(f'<p class="warning">{escape(text)}</p>' for text in texts)
 
 
@@ -293,11 +288,8 @@ def search_view(result: SearchResult, chosen: int | None = None) -> str:
 
 
 def trace_view(told: Facts, split: Facts) -> str:
-    """A traced run: where its time went, exposed communication, causes by what their removal saves.
-
-    Args:
-        told: As ``ReplayedRun.to_dict`` gives.
-        split: As ``Breakdown.to_dict`` gives.
+    """A traced run as ``ReplayedRun.to_dict`` and ``Breakdown.to_dict`` give it: where its time went, exposed
+    communication, causes by what their removal saves.
     """
 
     def shares(seconds: Mapping[str, float], fill: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -67,14 +67,11 @@ def collect_command(
 
         their = ("box", "plan_only", "jobs", "extra_seconds", "reuse", *_OF_JOBS)
         refuse_given(context, their, "is for jobs, not for a script")
-        counts, ranks, words = settings.counts(), ranks_of(nproc_per_node), context.meta[WORDS]
-        if not counts["profile_steps"]:
+        asked: dict[str, Any] = {"ranks": ranks_of(nproc_per_node), "counts": settings.counts(), "role": settings.role}
+        if not asked["counts"]["profile_steps"]:
             raise StepsightError("a script needs --profile-steps >= 1: its traces say which ops it runs, got 0")
-        summary = collect_script(
-            Script(path=script, arguments=words, ranks=ranks, counts=counts, timeout_s=timeout_s, role=settings.role),
-            out,
-            settings.event_seconds,
-        )
+        run = Script(path=script, arguments=context.meta[WORDS], timeout_s=timeout_s, **asked)
+        summary = collect_script(run, out, settings.event_seconds)
         return Answer(summary, summary["text"])
     refuse_given(context, ("nproc_per_node", "timeout_s"), "is for a script (--script)")
     if not jobs:
@@ -99,8 +96,8 @@ def _collect_ops(
     from stepsight.dataset.capture.captured import read_captured
     from stepsight.experiments.tasks.collecting import collect_ops
 
-    stated = ("jobs", "script", "box", "plan_only", *_OF_PLANS, *_OF_JOBS, "nproc_per_node", "timeout_s")
-    refuse_given(context, [name for name in stated if name != "event_seconds"], "is not for a captured program (--ops)")
+    stated = {"jobs", "script", "box", "plan_only", *_OF_PLANS, *_OF_JOBS, "nproc_per_node", "timeout_s"}
+    refuse_given(context, sorted(stated - {"event_seconds"}), "is not for a captured program (--ops)")
     need("torch")
     if not settings.event_seconds:
         raise StepsightError("--ops needs --event-seconds > 0, got 0")
@@ -145,11 +142,10 @@ def plan_profile_command(
     from stepsight.training.predictor.predictor import teacher_of
     from stepsight.training.shipped.catalogue import teaching_names
 
-    found = find_hardware(canonical_hardware(hardware))
-    if found is None:
+    if (found := find_hardware(canonical_hardware(hardware))) is None:
         raise StepsightError(unknown_hardware(hardware))
-    teachers, jobs = [teacher_of(name) for name in teaching_names()], [Job.from_file(each) for each in job or ()]
-    plan = profile_plan(found, teachers, minutes, jobs=jobs, devices=devices, seed=seed)
+    teachers, jobs = map(teacher_of, teaching_names()), map(Job.from_file, job or ())
+    plan = profile_plan(found, [*teachers], minutes, jobs=[*jobs], devices=devices, seed=seed)
     write_json(out, plan)
     counts = Counter(f"{item['kind']} {item.get('dtype', '')}".strip() for e in plan["events"] for item in e["ops"])
     links = sum(len(event["collectives"]) for event in plan["events"])
