@@ -99,6 +99,7 @@ _MODULES = {
     "tables": "pyarrow",
     "search": "matplotlib optuna pandas plotly sqlalchemy",
     "train": "lightgbm mlflow scipy torch_geometric",
+    "testing": "pytest",
 }
 EXTRAS = {module: extra for extra, modules in _MODULES.items() for module in modules.split()}
 

@@ -69,7 +69,7 @@ def compare_command(
     compared with the first. For a traced run, the table splits the time by the kinds of ops on its critical path. Of
     traces it also lists the kernels that gained or lost time, by name, kind and sizes. Examples:
 
-        stepsight compare a.toml b.toml
+        stepsight compare examples/gpt3-175b-1024.toml examples/gpt3-175b-1024-zero-bubble.toml
         stepsight compare job.toml -p h100-sxm -p runs/predictor
         stepsight compare runs/before/runs/train runs/after/runs/train
         stepsight compare before.json.gz after.json.gz

@@ -52,7 +52,7 @@ def train_command(
     fewer rows starts from the efficiency of the shipped predictors' devices, and its rows correct it. A fifth of the
     shapes is held out to judge the predictor (`held_out` in --json). Examples:
 
-        stepsight train runs/mine --out runs/predictor
+        stepsight train examples/collection --out runs/predictor
         stepsight import aiconfigurator data/gb200 --out gb200.parquet
         stepsight train gb200.parquet --like b200-sxm --out gb200
         stepsight train mine.parquet --hardware my-gpu.toml --out mine
@@ -133,7 +133,7 @@ def evaluate_command(
     a series scaled up. Rows that cannot be expressed as a job, and rows that the predictor was fitted on, are left out
     and counted by reason. If no row remains, the exit code is 2. Examples:
 
-        stepsight evaluate published_runs.csv.gz --source "*megatron*" --plot runs.png
+        stepsight evaluate examples/runs.csv --plot runs.png
         stepsight evaluate published_runs.csv.gz --calibrate 8gpus
         stepsight evaluate collectives.parquet --fabric cluster.toml
         stepsight evaluate runs/heldout --predictor runs/predictor

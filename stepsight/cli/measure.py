@@ -120,10 +120,10 @@ def plan_profile_command(
     that most reduce the expected error, given what the shipped predictors know. An error counts by the time that your
     jobs spend in the op; without --job by that of training the models in the catalogue. Examples:
 
-        stepsight plan-profile --hardware my-gpu.toml --minutes 5 --out plan.json
+        stepsight plan-profile --hardware h200-sxm-141gb --minutes 5 --out plan.json
         stepsight collect plan.json --out runs/profile
         stepsight show runs/profile --table mine.parquet
-        stepsight train mine.parquet --hardware my-gpu.toml --out mine
+        stepsight train mine.parquet --hardware h200-sxm-141gb --out mine
 
     Args:
         hardware: Device to measure: a preset, or a .toml or .json file with its facts.
@@ -175,7 +175,7 @@ def verify_command(
     Runs are made as in `stepsight collect`: with one core or GPU for each rank, or in a box, where ranks sleep instead
     of computing. Strategies that the harness cannot run are skipped and named. Examples:
 
-        stepsight verify job.toml --top 3 --out runs/verified --predictor runs/predictor
+        stepsight verify examples/local-gpt-tp2.toml --out runs/verified
         stepsight search job.toml --json > found.json
         stepsight verify job.toml --search found.json --top 3 --box 4x1@200mbit --out runs/verified
 
@@ -215,7 +215,9 @@ def verify_command(
 
 def demo_command(*, out: Annotated[Path, "-o"] = Path("runs/demo")) -> Answer:
     """Measure this machine, train a predictor, predict held-out runs and search a strategy: about five minutes on two
-    cores.
+    cores. Example:
+
+        stepsight demo
 
     Args:
         out: Output folder.

@@ -126,7 +126,7 @@ def capture_command(
     The script runs unmodified on this machine, as one rank of the job. No other rank exists, tensors have shapes but no
     values, and collectives return at once. One training step is recorded: ops, collectives, streams and dependencies:
 
-        stepsight capture --world-size 1024 --out captured train.py --batch 8
+        stepsight capture --world-size 1024 --out captured examples/scripts/train_llama.py --tp 8
         stepsight predict --program captured --hardware h100-sxm-80gb --fabric dgx-h100
 
     Values of tensors are not known: a script that reads a value gets 1 or False. Tokens are spread evenly over experts.
@@ -256,7 +256,7 @@ def emulate_command(
     its modelled delay has passed; the script computes meanwhile. Values from ranks that do not run are placeholders.
     Examples:
 
-        stepsight emulate --world-size 256 --fabric dgx-h100 train.py --lr 0.1
+        stepsight emulate --world-size 256 --fabric dgx-h100 examples/scripts/train_llama.py --tp 8
         stepsight emulate --world-size 256 --ranks 0,8 --fabric dgx-h100 train.py --lr 0.1
         stepsight emulate --world-size 256 --delays my_delays.py --extra-ms all_reduce=5 --virtual train.py
 

@@ -35,7 +35,7 @@ def job_command(
 
         stepsight job pretrain_gpt.sh --hardware h100-sxm-80gb --nodes 16 --out job.toml
         stepsight job config.json ds_config.json --set model.seq_len=4096 --nodes 2
-        stepsight job job.toml --to megatron-script --out train.sh
+        stepsight job examples/gpt3-175b-1024.toml --to megatron-script --out train.sh
         stepsight job job.toml --program step
 
     Args:
@@ -88,6 +88,9 @@ def job_command(
 
 def show_command(path: Path | None = None, other: Path | None = None, *, table: Path | None = None) -> Answer:
     """Describe a file or folder: what it is and what it contains; without one, list the names that can be described.
+    Example:
+
+        stepsight show examples/gpt3-175b-1024.toml
 
     Args:
         path: A job file, collection, run folder, graph dataset, captured script, table (.parquet) or summary.json; a

@@ -28,7 +28,7 @@ def import_command(
     rows that were left out, in common units and names. The shipped predictors are trained on such tables
     (`python -m stepsight.training.shipped.catalogue`). Examples:
 
-        stepsight import kineto rank0.json.gz rank1.json.gz --out runs/theirs
+        stepsight import kineto examples/collection/runs/gpt-2L-192h*/rank?.kineto.json.gz --out runs/theirs
         stepsight import chakra traces/chakra.*.et --out runs/theirs
         stepsight import nccl-tests logs/ --out collectives.parquet
 
@@ -117,8 +117,7 @@ def replay_command(
 
     The answer also has the causes of a slow step, the critical path, kernels by name, and delays of launches. Examples:
 
-        stepsight import kineto traces/ --out runs/theirs
-        stepsight replay runs/theirs
+        stepsight replay examples/collection
         stepsight replay runs/theirs --job job.toml
         stepsight replay runs/theirs --timeline step.json
 
@@ -166,7 +165,7 @@ def dataset_command(
 
     Example:
 
-        stepsight dataset runs/mine runs/theirs --out data/mine
+        stepsight dataset examples/collection --out data/mine
         stepsight dataset --job examples/local-gpt-tp2.toml --out data/asked
 
     Args:
@@ -192,7 +191,7 @@ def what_if_command(run: Annotated[Path, typer.Argument(metavar="RUN")], *, chan
     the change. The answer states for which share of the device's time this was possible; the rest is scaled by a
     constant factor. Examples:
 
-        stepsight what-if runs/theirs --faster gemm=1.5 --cuda-graph
+        stepsight what-if examples/collection/runs/gpt-2L-192h* --faster gemm=1.5
         stepsight what-if runs/theirs --hardware h100-sxm --batch 2x
 
     Args:

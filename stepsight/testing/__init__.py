@@ -1,6 +1,6 @@
 """Contracts for parts of your own: subclass one, return your part in its fixture, and run pytest.
 
-They need pytest (``pip install pytest``).  The parts of this package keep the same contracts.  For example::
+They need pytest (``pip install "stepsight[testing]"``).  The parts of this package keep the same ones.  For example::
 
     from stepsight.testing import ScheduleContract
 
@@ -14,7 +14,10 @@ The fixtures are ``kind`` of ``ScheduleContract``, ``OpKindContract`` and ``Coll
 ``TableReaderContract`` read a sample that the subclass gives.
 """
 
-import pytest
+from stepsight.dataset.base.errors import need
+
+need("pytest")
+import pytest  # noqa: E402
 
 for _name in ("kinds", "latency_models", "readers", "schedules"):
     pytest.register_assert_rewrite(f"{__name__}.{_name}")  # failures then show the values

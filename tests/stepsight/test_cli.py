@@ -20,6 +20,8 @@ from tests.dataset.run_folders import write_events, write_run
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gpt3-175b-1024.toml"
+# Verbs whose example names no file: others need none, and a calibration needs runs that the user measured.
+WITHOUT_FILES = ("page", "plan-profile", "demo", "doctor", "experiment", "calibrate")
 BOXED = ROOT / "examples" / "box-gpt-pp4.toml"
 
 
@@ -277,6 +279,10 @@ def test_every_verb_teaches() -> None:
     assert len(group.commands) == 1 + sum(map(len, VERBS.values()))
     for name, verb in group.commands.items():
         assert verb.help and f"  {name} " in shown
+        examples = [line.split() for line in verb.help.splitlines() if line.startswith(f"    stepsight {name}")]
+        files = [word for words in examples for word in words if word.startswith("examples/")]
+        assert examples and (files or name in WITHOUT_FILES), f"{name} needs an example on files of the checkout"
+        assert all(list(ROOT.glob(file)) for file in files), files
         assert name == "experiment" or any("--json" in parameter.opts for parameter in verb.params)
 
 
