@@ -189,7 +189,17 @@ def graph_of_record(record: dict[str, Any], local_size: int) -> CapturedRank:
     columns |= {name: rows[:, at] for name, at in given.items()}
     columns |= {"work": work[first], "known": known[first], "group": group[first]}
     columns["call"] = np.where(rows[:, _KIND] == OP, rows[:, _WORK], -1)
-    edges = _edges(record, place, columns)
+    why = [(source, target, WHY_NUMBER[Dependency(each)]) for source, target, each in record["edges"]]
+    told = np.array(why, dtype=np.int64).reshape(-1, 3)
+    found = [np.column_stack([place[told[:, :2]], told[:, 2]])]
+    for stream in range(len(record["streams"])):
+        nodes = np.flatnonzero((columns["stream"] == stream) & (columns["kind"] != HOST))
+        order = np.full_like(nodes[1:], WHY_NUMBER[Dependency.STREAM_ORDER])
+        found.append(np.column_stack([nodes[:-1], nodes[1:], order]))
+    edges = np.concatenate(found)
+    edges = edges[edges[:, 0] < edges[:, 1]]
+    _, once = np.unique(edges[:, :2], axis=0, return_index=True)  # each pair once
+    edges = edges[np.sort(once)]
     graph = Program.of_columns(
         rank=record["rank"], world_size=record["world_size"], device=record.get("device", "cuda"),
         device_name="captured", columns=columns, edge_columns=dict(zip(EDGE_COLUMNS, edges.T, strict=True)),
@@ -250,21 +260,6 @@ def _works(record: dict[str, Any], local_size: int) -> tuple[dict[Op | Collectiv
         newest[stream] = places, signature, number
         places += 1
     return works, np.array(found, dtype=np.int64).reshape(-1, 4).T
-
-
-def _edges(record: dict[str, Any], place: NDArray[np.int64], columns: dict[str, Any]) -> NDArray[np.int64]:
-    """Source, target and kind of each dependency, including stream order; each pair once."""
-    rows = [(source, target, WHY_NUMBER[Dependency(why)]) for source, target, why in record["edges"]]
-    given = np.array(rows, dtype=np.int64).reshape(-1, 3)
-    found = [np.column_stack([place[given[:, :2]], given[:, 2]])]
-    for stream in range(len(record["streams"])):
-        nodes = np.flatnonzero((columns["stream"] == stream) & (columns["kind"] != HOST))
-        kind = np.full_like(nodes[1:], WHY_NUMBER[Dependency.STREAM_ORDER])
-        found.append(np.column_stack([nodes[:-1], nodes[1:], kind]))
-    edges = np.concatenate(found)
-    edges = edges[edges[:, 0] < edges[:, 1]]
-    _, once = np.unique(edges[:, :2], axis=0, return_index=True)
-    return np.asarray(edges[np.sort(once)])
 
 
 _FILL_NAMES = "zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full scalar_tensor eye"

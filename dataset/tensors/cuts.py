@@ -56,8 +56,15 @@ class Cutting(Generic[Step]):
         """The transformed program."""
         before = self._program
         for place, call in enumerate(before.calls):
-            for name in call.reads:
-                self._arrive(name, call)
+            for name in call.reads:  # an input is cut when it is first read; a gradient lies as its output does
+                spec = self._arriving.pop(name, None)
+                if name in before.seeds and name not in self._specs:
+                    spec = self._specs.get(before.seeds[name])
+                if isinstance(spec, tuple):
+                    self._specs[name] = spec
+                    self._name_parts(name, spec)
+                    if not self._axis:
+                        self._emit_pieces(call, name, spec)
             plan = self._plan(place, self._specs)
             if call.op == "product" and plan[0] == (None, None) and call.reads[1] in self._products:
                 plan = self._columns(place) or plan
@@ -72,17 +79,6 @@ class Cutting(Generic[Step]):
         lies = {name: self._specs.get(name) for name in (*before.inputs, *before.parameters)} | kept
         laid = {name: (*before.laid.get(name, ()), (self._axis, spec)) for name, spec in lies.items()}
         return replace(made, laid={**before.laid, **laid}, axes={**before.axes, self._axis: self._count})
-
-    def _arrive(self, name: str, call: TensorCall) -> None:
-        """Cut an input when it is first read; a gradient that is given lies as its output does."""
-        spec = self._arriving.pop(name, None)
-        if name in self._program.seeds and name not in self._specs:
-            spec = self._specs.get(self._program.seeds[name])
-        if isinstance(spec, tuple):
-            self._specs[name] = spec
-            self._name_parts(name, spec)
-            if not self._axis:
-                self._emit_pieces(call, name, spec)
 
     def _layout(self, place: int) -> Layout:
         if place not in self._layouts:

@@ -73,15 +73,7 @@ class ExportedReader(ModelReader):
         module = tree["graph_module"]
         self._graph = module["graph"]
         values = self._graph["tensor_values"].items()
-        self._symbols: dict[str, int] = {}
-        self._keep_symbols(dims)
-        self.shapes = {name: tuple(map(self._size, meta["sizes"])) for name, meta in values}
-        self._types = {name: _TYPES.get(meta["dtype"], "float") for name, meta in values}
-        self._specs = module["signature"]["input_specs"]
-        self.parameters = frozenset(spec["parameter"]["arg"]["name"] for spec in self._specs if "parameter" in spec)
-
-    def _keep_symbols(self, dims: Mapping[str, int]) -> None:
-        """Keep the sizes of dynamic dimensions; of those that are not given the user is told which one was taken."""
+        self._symbols: dict[str, int] = {}  # sizes of dynamic dimensions; the user is told of those that are not given
         for name in _names(self._graph["inputs"]):
             for place, size in enumerate(self._graph["tensor_values"][name]["sizes"]):
                 found = _SYMBOL.fullmatch(size.get("as_expr", {}).get("expr_str", "-"))
@@ -92,6 +84,10 @@ class ExportedReader(ModelReader):
                 if symbol not in dims:
                     why = f"as in the sample inputs: give another size with --dims {symbol}=..."
                     self.notes.append(f"dimension {place} of {name} is taken as {taken}, {why}")
+        self.shapes = {name: tuple(map(self._size, meta["sizes"])) for name, meta in values}
+        self._types = {name: _TYPES.get(meta["dtype"], "float") for name, meta in values}
+        self._specs = module["signature"]["input_specs"]
+        self.parameters = frozenset(spec["parameter"]["arg"]["name"] for spec in self._specs if "parameter" in spec)
 
     def read(self) -> TensorStep:
         graph, given, outputs = self._graph, _names(self._graph["inputs"]), _names(self._graph["outputs"])

@@ -5,7 +5,6 @@ The reference executor computes a step on all of its ranks with numpy, in float6
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -106,8 +105,8 @@ class TensorProgram(TensorStep):
         return self._cut(count, "tp", batch=False)
 
     def _cut(self, count: int, axis: str, *, batch: bool) -> TensorProgram:
-        names = itertools.chain([axis], (f"{axis}_{number}" for number in itertools.count(2)))
-        axis = axis and next(each for each in names if each not in self.axes)
+        names = (axis, *(f"{axis}_{number}" for number in range(2, len(self.axes) + 2)))
+        axis = next(each for each in names if each not in self.axes)
         return Cutting(self, count, axis, batch=batch).program() if count > 1 else self
 
     def micro_batches(self, count: int) -> TensorProgram:

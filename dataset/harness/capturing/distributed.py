@@ -111,9 +111,9 @@ class Collectives:
         if mark is not None:
             self._marks.update({storage_of(tensor)._cdata: mark for tensor in outputs})
 
-    def wait_on_host(self, name: str) -> None:
-        """Make the host wait for all streams, as a barrier does."""
-        self._recorder.wait_on_host(None, name, self._scope()[0])
+    def barrier(self) -> None:
+        """Make the host wait for all streams."""
+        self._recorder.wait_on_host(None, "barrier", self._scope()[0])
 
 
 def refuse_sparse(tensors: Iterable[Tensor]) -> None:
@@ -180,7 +180,7 @@ class Group(OneRankGroup):
         raise RuntimeError("a receive from any rank cannot be captured: name the rank that sends")
 
     def barrier(self, *given: Any, **named: Any) -> Done:
-        self._collectives.wait_on_host("barrier")
+        self._collectives.barrier()
         return Done(self._collectives)
 
     monitored_barrier = barrier
@@ -300,7 +300,12 @@ def install_pipelines(recorder: Recorder, boundary: Boundary | None, *, only_bou
     def send_meta(self: Any, meta: Any, to: int) -> None:
         if not isinstance(meta, _StageForwardMeta):
             return
-        sent = [_described(each) for each in meta.forward_metas]
+        if any(type(each) is not _TensorMeta for each in meta.forward_metas):
+            raise RuntimeError("stages that pass DTensors on cannot be captured: pass local tensors (`to_local`)")
+        sent = [
+            {"shape": [*each.shape], "stride": [*each.stride], "dtype": str(each.dtype)[6:],
+             "requires_grad": each.requires_grad} for each in meta.forward_metas
+        ]  # fmt: skip
         if only_boundary:
             raise Found(boundary=sent)
         if not known:
@@ -313,11 +318,9 @@ def install_pipelines(recorder: Recorder, boundary: Boundary | None, *, only_bou
             return _StageBackwardMeta(backward_metas=_derive_grad_metas(self._stage_meta.outputs))
         if not known:
             raise Found(needs_boundary_of=self._resolve_peer_global_rank(0))
-        typed = ({**each, "dtype": getattr(torch, each["dtype"])} for each in known[0])
-        metas = (
-            _TensorMeta(**{**each, "shape": torch.Size(each["shape"]), "stride": tuple(each["stride"])})
-            for each in typed
-        )
+        sizes = [(torch.Size(each["shape"]), tuple(each["stride"])) for each in known[0]]
+        kinds = [(getattr(torch, each["dtype"]), each["requires_grad"]) for each in known[0]]
+        metas = (_TensorMeta(*size, *kind) for size, kind in zip(sizes, kinds, strict=True))
         return _StageForwardMeta(forward_metas=tuple(metas))
 
     def vote(self: Any, has_backward: bool, received_acc: Any = None) -> torch.Tensor:
@@ -329,14 +332,6 @@ def install_pipelines(recorder: Recorder, boundary: Boundary | None, *, only_bou
     patch(_stages.PipelineStage, _send_meta=send_meta, _recv_meta=receive_meta, _warmup_forward_vote=vote)
     patch(_stages.PipelineStage, _warmup_backward_result=lambda self, received_result=None: self._captured_vote)
     return known
-
-
-def _described(meta: Any) -> dict[str, Any]:
-    if type(meta) is not _TensorMeta:
-        raise RuntimeError("stages that pass DTensors on cannot be captured: pass local tensors (`to_local`)")
-    dtype = str(meta.dtype).removeprefix("torch.")
-    sides = {"shape": [*meta.shape], "stride": [*meta.stride]}
-    return {**sides, "dtype": dtype, "requires_grad": meta.requires_grad}
 
 
 class Chunks(Sequence[Tensor]):

@@ -176,7 +176,14 @@ def install_corrections(world: FakeWorld, *, on_host: bool = False) -> None:
     if not on_host:
         install_fused_kernels()
         install_attention(world.note)
-        _foreach_on_cpu()
+        # Optimizers use their fused and foreach forms, as for tensors of a device.
+        devices = foreach_utils._get_foreach_kernels_supported_devices()
+        optimizers: Any = sys.modules[torch.optim.Optimizer.__module__]
+        patch(optimizers, _foreach_supported_types=[*optimizers._foreach_supported_types, FakeTensor])
+        for module in (foreach_utils, clip_grad):
+            patch(module, _has_foreach_support=lambda tensors, device: True)
+        for module in (foreach_utils, optimizers):
+            patch(module, _get_foreach_kernels_supported_devices=lambda: [*devices, "cpu"])
     _one_process()
     _mixed_precision(world)
     plain, make, resize = torch.compile, ddp.DistributedDataParallel.__init__, torch.UntypedStorage.resize_
@@ -210,17 +217,6 @@ def install_corrections(world: FakeWorld, *, on_host: bool = False) -> None:
     for owner, name in ((reducer, "_rebuild_buckets"), (propagator, "_propagate_tensor_meta_non_cached")):
         patch(owner, **{name: world.recorder.paused()(getattr(owner, name))})
     patch(_sharding_prop, _are_we_tracing=lambda: False)
-
-
-def _foreach_on_cpu() -> None:
-    """Optimizers use their fused and foreach forms, as for tensors of a device."""
-    devices = foreach_utils._get_foreach_kernels_supported_devices()
-    optimizers: Any = sys.modules[torch.optim.Optimizer.__module__]
-    patch(optimizers, _foreach_supported_types=[*optimizers._foreach_supported_types, FakeTensor])
-    for module in (foreach_utils, clip_grad):
-        patch(module, _has_foreach_support=lambda tensors, device: True)
-    for module in (foreach_utils, optimizers):
-        patch(module, _get_foreach_kernels_supported_devices=lambda: [*devices, "cpu"])
 
 
 def _one_process() -> None:

@@ -136,7 +136,10 @@ class FakeWorld(TorchDispatchMode):
         reads = [storage_of(tensor) for tensor in tensors]
         held = set() if name in _WRITES_INPUTS else {storage._cdata for storage in reads}
         writes = [storage for storage in map(storage_of, outputs) if storage._cdata not in held]
-        writes += [storage_of(tensor) for tensor in mutated(func, args, kwargs)]
+        for place, each in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+            if each.alias_info is not None and each.alias_info.is_write:
+                changed = tree_leaves(args[place] if place < len(args) else kwargs.get(each.name))
+                writes += [storage_of(leaf) for leaf in changed if isinstance(leaf, Tensor)]
         if not writes:
             return  # a view
         if func is _aten._embedding_bag_backward.default and outputs[0].layout is torch.sparse_coo:
@@ -152,16 +155,6 @@ class FakeWorld(TorchDispatchMode):
 
 
 _VALUES = (_aten._local_scalar_dense.default, _aten.equal.default)
-
-
-def mutated(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Tensors that an op writes in place."""
-    for place, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            for leaf in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(leaf, Tensor):
-                    yield leaf
 
 
 def on_cpu(values: Any) -> Any:

@@ -174,8 +174,7 @@ class _Tables(nn.Module):
         sums = anchor.view(samples, 0)
         if own:
             tables, rows = sum(shard.features for shard in own), max(sum(shard.rows for shard in own), 1)
-            distinct = -rows * math.expm1(-ids.numel() / rows)
-            bounds = max(int(distinct), 1), max(ids.numel(), 1)
+            bounds = max(int(-rows * math.expm1(-ids.numel() / rows)), 1), max(ids.numel(), 1)
             dims = bounds[1], max(width[self.rank] // tables, 1), samples * tables, min(bounds), tables
             sums = _Lookup.apply(anchor, ids, self, dims, width[self.rank])
         to_samples = None if shards is self.row_shards else [batch * width[self.rank]] * self.world

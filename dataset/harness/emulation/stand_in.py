@@ -179,8 +179,7 @@ class RealRanksGroup(Group):
         """Reduce a tensor over the real ranks, in place; gloo has no mean."""
         mean = opts is not None and opts.reduceOp == dist.ReduceOp.AVG
         options = dist.AllreduceOptions()
-        if opts is not None and not mean:
-            options.reduceOp = opts.reduceOp
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM) if opts is None or mean else opts.reduceOp
         self._gloo.allreduce([tensor], options).wait()
         if mean:
             tensor.div_(len(self._places))

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch._dynamo.device_interface import CudaInterface
+from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 from torch._inductor import scheduler as inductor
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -32,6 +33,7 @@ from .loop_counts import Code, Nest, as_int, launch_dims, nests_of
 
 Compiled: TypeAlias = Callable[..., Any]
 _DEVICE = "cuda:0"
+eager: Callable[[Any], Compiled] = make_boxed_func  # runs a graph as it is, with its arguments in a list
 
 
 class Access(NamedTuple):
@@ -117,16 +119,6 @@ def read_region(graph: Any, example_inputs: Sequence[Any], *, on_device: bool = 
     if not found:
         raise HarnessError(f"Inductor of PyTorch {torch.__version__} could not be asked: {why:.200}")
     return found[0]
-
-
-def eager(graph: Any) -> Compiled:
-    """What runs a graph as it is, with its arguments in a list."""
-
-    def call(arguments: list[Any]) -> Any:
-        return graph(*arguments)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
 
 
 def replace_compile(

@@ -48,9 +48,8 @@ class Stages:
     ) -> None:
         self._settings, self.rank, self._leave, self._world = settings, rank, leave, world
         self._meet = barrier if world is None else world.meet  # waits for all ranks
-        # Steps that are traced after the timed ones, with the profiler's warm-up.
+        # Steps that are traced after the timed ones, with the profiler's warm-up; and all that a script must run.
         self.traced = settings["profile_steps"] + 1 if settings["profile_steps"] else 0
-        # Number of steps that a script must run before its steps can be identified.
         self.needed = int(1 + settings["warmup"] + settings["rounds"] * settings["steps"] + self.traced)
         self._run: Generator[None] | None = None
         self.marks = StepMarks(self.step_ended, self._restart)

@@ -59,13 +59,14 @@ class StepMarks:
 
     def mark(self, kind: str, source: object = None) -> None:
         """Record a mark of one of ``KINDS``; those of forked processes and other threads are ignored."""
-        if (os.getpid(), threading.get_ident()) != self._here or (
-            self.kind and kind != self.kind and not self._is_better(kind)
-        ):
+        key, is_other = id(source), kind != self.kind
+        if (os.getpid(), threading.get_ident()) != self._here or (self.kind and is_other and not self._is_better(kind)):
             return
-        key = id(source)
-        if kind != self.kind or (self._chosen is not None and key not in self._counts):
-            self._restart(kind)
+        if is_other or (self._chosen is not None and key not in self._counts):
+            self._counts = dict.fromkeys(() if is_other else self._counts, 0)
+            if self._chosen is not None:
+                self._on_restart()
+            self.kind, self._chosen = kind, None
         self._counts[key] = self._counts.get(key, 0) + 1
         if self._chosen is None and min(self._counts.values()) >= (SEEN if kind == OPTIMIZER else 1):
             fewest = min(self._counts.values())
@@ -83,12 +84,6 @@ class StepMarks:
         self._since += 1  # an optimizer's step without the profiler's, and perhaps one too many
         self._final = self._marks > 1 and self._since > 2 * self._usual + 1
         return self._final
-
-    def _restart(self, kind: str) -> None:
-        self._counts = dict.fromkeys(self._counts if kind == self.kind else (), 0)
-        if self._chosen is not None:
-            self._on_restart()
-        self.kind, self._chosen = kind, None
 
 
 @contextmanager
