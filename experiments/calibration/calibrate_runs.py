@@ -23,7 +23,7 @@ from stepsight.experiments.evaluation.row_jobs import is_copy
 from stepsight.experiments.reports.text_table import table
 from stepsight.training.corrections.calibration import RESOURCES
 from stepsight.training.corrections.corrector import rows_by
-from stepsight.training.fitting.fit_calibration import CalibrationFit, TimedJob, fit_calibration, off_by
+from stepsight.training.fitting.train_tables import CalibrationFit, TimedJob, fit_calibration, off_by
 from stepsight.training.predictor.predictor import Predictor
 
 ONE_SIDED = 1.28  # standard deviations of a confidence of 90 %

@@ -44,8 +44,8 @@ from stepsight.experiments.search.sharding import (
 from stepsight.experiments.studies.study import Study, cases
 from stepsight.experiments.tasks.collecting import run_plan
 from stepsight.experiments.tasks.scripts import run_script, slowest_of
-from stepsight.training.fitting.fit_calibration import TimedJob, fit_calibration
 from stepsight.training.fitting.train_runs import train
+from stepsight.training.fitting.train_tables import TimedJob, fit_calibration
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.measured.planning import make_plan
 from stepsight.training.prediction.prediction import predict

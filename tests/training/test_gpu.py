@@ -16,7 +16,7 @@ from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.run_folder import read_run
 from stepsight.simulator.programs.lower import lower
 from stepsight.training.fitting.train_runs import evaluate_heldout, train
-from stepsight.training.measured.imported_facts import fit_launches, launches_alone, launches_in_traces
+from stepsight.training.measured.imported_facts import fit_launches, launches_in_traces
 from stepsight.training.measured.measured import read_runs
 from tests.dataset.kineto_files import MAIN, KinetoFile
 
@@ -168,14 +168,15 @@ def test_how_much_the_profiler_slows_the_host_is_what_explains_the_runs(collect:
     def iterations(kinds: dict[str, float]) -> np.ndarray:
         return np.array([_step_s(run.manifest.job, kinds) for run in runs])
 
-    found = fit_launches(runs, {"to_host": 3e-6}, iterations)
+    found = fit_launches(runs, [(Op("to_host", (8,)), 3e-6)], iterations)
     assert found["linear"] == pytest.approx(9e-6, rel=0.05) and found["to_host"] == 3e-6
-    assert fit_launches([], {"to_host": 3e-6}, iterations) == {"to_host": 3e-6}
+    assert fit_launches([], [(Op("to_host", (8,)), 3e-6)], iterations) == {"to_host": 3e-6}
 
 
 def test_event_profiles_tell_what_no_trace_does() -> None:
     ops = [Op("linear", (8, 8, 8)), Op("linear", (16, 8, 8)), Op("adamw", (100, 10)), Op("add", (8,))]
-    assert launches_alone(ops, [4e-6, 6e-6, 50e-6, 0.0]) == {
+    launched = zip(ops, [4e-6, 6e-6, 50e-6, 0.0], strict=True)
+    assert fit_launches([], launched, lambda kinds: np.zeros(0)) == {
         "adamw": pytest.approx(5e-6),
         "linear": pytest.approx(5e-6),
     }

@@ -133,11 +133,8 @@ def wanted_shares(hardware: Hardware, jobs: Sequence[Job]) -> dict[Op, float]:
 
 
 def _measurable(op: Op, hardware: Hardware) -> bool:
-    if op.record.bound == "compute" and op.dtype not in hardware.peak_flops:
-        return False
-    if op.num_bytes > MOST_MEMORY * hardware.memory_bytes:
-        return False
-    return roofline_seconds(op, hardware) <= LONGEST_S
+    known = op.record.bound != "compute" or op.dtype in hardware.peak_flops
+    return known and op.num_bytes <= MOST_MEMORY * hardware.memory_bytes and roofline_seconds(op, hardware) <= LONGEST_S
 
 
 def catalogue_jobs(hardware: Hardware, models: Sequence[str] = tuple(MODELS)) -> Iterator[Job]:

@@ -184,8 +184,8 @@ def _with_launches(predictor: Predictor, profile: Profile, runs: Sequence[Measur
         usual = float(np.median(list(kinds.values()))) if kinds else predictor.hardware.host_op_s
         return replace(predictor, hardware=replace(predictor.hardware, host_op_s=usual, host_kinds_s=kinds))
 
-    alone = imported_facts.launches_alone(profile.ops, profile.op_host_seconds)
-    kinds = imported_facts.fit_launches(timed, alone, lambda kinds: iteration_times(timed, having(kinds)))
+    launched = zip(profile.ops, profile.op_host_seconds, strict=True)
+    kinds = imported_facts.fit_launches(timed, launched, lambda kinds: iteration_times(timed, having(kinds)))
     return having(kinds) if kinds else predictor
 
 

@@ -7,7 +7,7 @@ pipeline runtime are a few constants, fitted on records of real runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -131,25 +131,22 @@ def launches_in_traces(runs: Sequence[MeasuredRun], per_event_s: float) -> dict[
     return {kind: max(float(np.mean(values)), _LEAST_S) for kind, values in sorted(found.items())}
 
 
-def launches_alone(ops: Sequence[Op], seconds: Sequence[float]) -> dict[str, float]:
-    """Launches from event profiles: the median of each kind; ``seconds`` 0 where it was not measured."""
-    found: dict[str, list[float]] = {}
-    for op, launch in zip(ops, seconds, strict=True):
-        if launch > 0:
-            found.setdefault(op.kind, []).append(launch / launch_units(op))
-    return {kind: max(float(np.median(values)), _LEAST_S) for kind, values in sorted(found.items())}
-
-
 def fit_launches(
-    runs: Sequence[MeasuredRun], alone: Mapping[str, float], iterations: Callable[[dict[str, float]], Floats]
+    runs: Sequence[MeasuredRun], launched: Iterable[tuple[Op, float]], iterations: Callable[[dict[str, float]], Floats]
 ) -> dict[str, float]:
     """Launch seconds by kind.
 
-    ``runs``: of a GPU, traced and timed without a profiler.  ``alone``: what event profiles say, for kinds that no
-    trace holds.  ``iterations``: predicted seconds of the runs' iterations from launch seconds by kind, ``(runs,)``.
+    ``runs``: of a GPU, traced and timed without a profiler.  ``launched``: what event profiles say of ops, 0 where it
+    was not measured, for kinds that no trace holds: the median.  ``iterations``: predicted seconds of the runs'
+    iterations from launch seconds by kind, ``(runs,)``.
     """
+    each: dict[str, list[float]] = {}
+    for op, launch in launched:
+        if launch > 0:
+            each.setdefault(op.kind, []).append(launch / launch_units(op))
+    alone = {kind: max(float(np.median(values)), _LEAST_S) for kind, values in sorted(each.items())}
     if not launches_in_traces(runs, 0.0):
-        return dict(alone)
+        return alone
     measured = np.array([run.manifest.iteration_time_s for run in runs])
     best: tuple[float, dict[str, float]] = (np.inf, {})
     for per_event_s in np.linspace(0.0, MOST_PER_EVENT_S, _STEPS).tolist():

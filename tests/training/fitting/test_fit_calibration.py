@@ -12,7 +12,7 @@ from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, Pa
 from stepsight.training.corrections.calibration import NAMES, RESOURCES, Calibration, Constants
 from stepsight.training.corrections.corrector import doubt
 from stepsight.training.corrections.residual import JobFeatures
-from stepsight.training.fitting.fit_calibration import TimedJob, fit_calibration
+from stepsight.training.fitting.train_tables import TimedJob, fit_calibration
 from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.shipped.catalogue import shipped_predictor
