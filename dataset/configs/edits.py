@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from difflib import unified_diff
 from pathlib import Path
@@ -25,16 +25,11 @@ _VARIABLE = re.compile(r"[\"']?\$\{?(\w+)\}?[\"']?")
 Changes = Mapping[str, tuple[Any, Any]]  # by setting: its value before and after; None: it is not there
 
 
-def edit_config(path: Path, before: Job, after: Job, name: str) -> ConfigText | None:
-    """The configuration of a user with the settings of another strategy; line ends stay as they are.
+def edit_config(path: Path, before: Job, after: Job, name: str, beside: Sequence[Path] = ()) -> ConfigText | None:
+    """The configuration that ``before`` was read from with another strategy's settings; line ends stay as they are.
 
-    Args:
-        path: The configuration that ``before`` was read from.
-        before, after: The job as it is, and as it shall be.
-        name: Format of both, as in ``write_config``.
-
-    Returns:
-        None if the file has another format.  Its text is empty if the changed file does not read as ``after``.
+    None if the file has another format than ``name``, as in ``write_config``.  Its text is empty if the changed file,
+    with the other files of the run ``beside`` it, does not read as ``after``.
     """
     named, tables = format_of(ConfigFile.open(path))[0], path.suffix in WITH_TABLES
     written = [write_config(job, name) for job in (before, after)]
@@ -43,27 +38,25 @@ def edit_config(path: Path, before: Job, after: Job, name: str) -> ConfigText | 
     old, new = (_settings(one, path.suffix) for one in written)
     changes = {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
     values = {f"cluster.{key}": getattr(after.cluster, key) for key in ("hardware", "nodes", "devices_per_node")}
-    text, notes = (_of_tables if tables else _of_words)(_source(path), changes, path), list[str]()
-    stated = dict[str, Any]()  # what the command states besides the file is not in the file
+    stated, notes = dict[str, Any](), list[str]()  # what the command states besides the file is not in the file
     with suppress(JobError):
-        own = read_configs([path], Given(values={"cluster.hardware": after.cluster.hardware}))
+        own = read_configs([path, *beside], Given(values={"cluster.hardware": after.cluster.hardware}))
         stated, nodes = _settings(write_config(own.job, name), path.suffix), own.mapped.get("cluster.nodes")
         if nodes not in (None, after.cluster.nodes):
             notes.append(f"{own.sources['cluster.nodes']} stays: the strategy is for {after.cluster.nodes} nodes")
-    try:
-        with TemporaryDirectory() as folder:
-            copy = Path(folder) / path.name
+    text, lacking = "", None
+    with suppress(JobError), TemporaryDirectory() as folder:  # else the changed file states no job
+        copy = Path(folder) / path.name
+        for _ in range(2):  # once more with keys whose default depends on a changed one
+            text = (_of_tables if tables else _of_words)(_source(path), changes, path)
             copy.write_bytes(text.encode())
-            back = read_configs([copy], Given(values=values))
-        same = _settings(write_config(back.job, name), path.suffix)
+            back = read_configs([copy, *beside], Given(values=values))
+            same = _settings(write_config(back.job, name), path.suffix)
+            found = {key: (same.get(key), new.get(key)) for key in {**same, **new} if same.get(key) != new.get(key)}
+            lacking = {key: of for key, of in found.items() if key in changes or of[0] != stated.get(key)}
+            changes |= lacking
         notes += [line for line in back.ignored if " launches: " in line]
-        whole = all(
-            same.get(key) == new.get(key) or (key not in changes and same.get(key) == stated.get(key))
-            for key in {**same, **new}
-        )
-    except JobError:  # the changed file, or the own one without others beside it, states no job
-        whole = False
-    return ConfigText(text=text if whole else "", suffix=path.suffix, notes=tuple(notes))
+    return ConfigText(text=text if lacking == {} else "", suffix=path.suffix, notes=tuple(notes))
 
 
 def diff_text(path: Path, out: Path, text: str) -> str:
@@ -141,4 +134,6 @@ def _of_tables(text: str, changes: Changes, path: Path) -> str:
             text = text[: found.start()] + ("" if new is None else f"{found[1]}{value}") + text[found.end() :]
         elif new is not None and (header or (not outer and suffix in (".yaml", ".yml"))):
             text = f"{text[:start]}{key}{' =' if header else ':'} {value}{end_of_line}{text[start:]}"
+        elif new is not None and outer and (table := re.search(rf'"{re.escape(outer[-1])}"\s*:\s*{{(?=\s*")', text)):
+            text = f'{text[: table.end()]}"{key}": {value}, {text[table.end() :].lstrip()}'
     return text

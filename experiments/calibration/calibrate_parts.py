@@ -46,9 +46,8 @@ def starting_predictor(predictor: Predictor | str, out: Path) -> Predictor:
 class Change:
     """Errors on the same measurements, which were not fitted."""
 
-    # before, after: without and with calibration
-    before: Errors
-    after: Errors
+    before: Errors  # without calibration
+    after: Errors  # with it
 
     @classmethod
     def of(cls, before_s: Times, after_s: Times, measured_s: Times) -> Change:

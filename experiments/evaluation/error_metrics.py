@@ -41,12 +41,10 @@ _TIMES = ("measured_s", "predicted_s", "low_s", "high_s")
 class Scored:
     """A row that was predicted."""
 
-    # row, job, framework: what ran
-    row: Row
+    row: Row  # with the job and its framework: what ran
     job: Job
     framework: Framework
-    # measured_s, predicted_s, low_s, high_s: iteration times
-    measured_s: float
+    measured_s: float  # iteration times
     predicted_s: float
     low_s: float
     high_s: float
@@ -131,8 +129,7 @@ class Errors:
     """Errors of predicted against measured times, in percent unless stated otherwise; None if there are no runs."""
 
     used: int  # rows
-    # mape, median, p90, max: of the absolute error ``|predicted / measured - 1|``
-    mape: float | None = None
+    mape: float | None = None  # as the next three, of the absolute error ``|predicted / measured - 1|``
     median: float | None = None
     p90: float | None = None
     max: float | None = None

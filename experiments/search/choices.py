@@ -38,12 +38,9 @@ _SHOWN = (
 class Choice:
     """One strategy that a search evaluated.
 
-    Attributes:
-        job: The job in this strategy.
-        peak_bytes: Predicted memory of the fullest stage.
-        capacity_bytes: Memory of that stage's device.
-        seconds: Predicted iteration time, low and high end of its interval; None if the strategy does not fit in
-            memory, since such strategies are not timed.
+    ``peak_bytes`` and ``capacity_bytes`` are the predicted memory of the fullest stage and that of its device;
+    ``seconds`` the predicted iteration time, low and high end of its interval, None if the strategy does not fit in
+    memory, since such strategies are not timed.
     """
 
     job: Job
@@ -100,6 +97,13 @@ class Choice:
     def tight(self) -> bool:
         """Whether it fits, but the allocator's usual slack does not."""
         return is_tight(self.peak_bytes, self.capacity_bytes)
+
+    @property
+    def needed_bytes(self) -> float:
+        """Memory that the fullest stage needs; of a tight one without the allocator's slack, which fills the device."""
+        stages = enumerate(self.memory.stages if self.tight else ())
+        needs = [stage.tensors + self.memory.device(at).reserved_bytes for at, stage in stages]
+        return max(needs, default=self.peak_bytes)
 
     def rank(self, goal: Goal) -> tuple[bool, float]:
         """Sort key, best first: by the goal; strategies that do not fit come last, by their memory."""

@@ -11,7 +11,6 @@ from stepsight.dataset.base.files import write_text
 from stepsight.dataset.configs.documents import job_toml
 from stepsight.dataset.configs.edits import diff_text, edit_config
 from stepsight.dataset.configs.formats import write_config
-from stepsight.dataset.job.frameworks import GENERIC, framework_in
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.reports.job_texts import TIGHT, written_text
 from stepsight.experiments.reports.plots import plot_front, plot_search
@@ -25,15 +24,16 @@ from stepsight.training.corrections.intervals import seconds_text
 def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
     """The best strategies, and how far the best one is from the optimum."""
     told = result.to_dict()
-    rows = told.pop("choices")[:top]
+    pairs = zip(told.pop("choices"), result.choices[:top], strict=False)
+    rows = [row | {"needed_bytes": choice.needed_bytes} for row, choice in pairs]
     several = bool(result.plans or result.skipped)
     lines = [f"{job.name}: {result.counts}"]
     lines += _plans(result, top) if several else [_table(rows)]
     own = told["own"]
-    if own is not None:
+    if result.own is not None:
         fits = ("tight" if own["tight"] else "fits") if own["fits"] else "does not fit"
         time = seconds_text(own["iteration_time_s"])
-        lines.append(f"the job itself: {time}, {own['memory_bytes'] / 1e9:.2f} GB, {fits}")
+        lines.append(f"the job itself: {time}, {result.own.needed_bytes / 1e9:.2f} GB, {fits}")
     if result.baselines:
         times = {name: "no legal plan" if s is None else seconds_text(s) for name, s in result.baselines.items()}
         lines.append(f"baselines: {', '.join(f'{name} {text}' for name, text in times.items())}")
@@ -50,18 +50,20 @@ def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
 
 
 def write_best(
-    result: SearchResult, out: Path, to: str, read: tuple[Path, Job], asked: Mapping[str, Any]
+    result: SearchResult, out: Path, to: str, read: tuple[list[Path], Job], asked: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Write the best strategy, or the best one that a format expresses (``to``; empty: a job file); what to tell about
-    it, with a ``text``.  ``read``: the file that the search was asked with, and its job; ``asked``: the predictor and
-    the space of the search.
+    it, with a ``text``.  ``read``: the files of the search, and their job; ``asked``: its predictor and space.
     """
     if not to:
         write_text(out, job_toml(result.best.job))
         return {"out": str(out), "text": f"\nwrote the best strategy to {out}"}
     choice, all_legal = best_expressed(result, to, asked["predictor"], asked["space"])
     job = (choice or result.best).job
-    written, edited = write_config(job, to), edit_config(*read, job, to)
+    written, (files, before) = write_config(job, to), read
+    for own in files:
+        if edited := edit_config(own, before, job, to, [file for file in files if file != own]):
+            break
     text, diff = edited.text if edited is not None else "", None
     write_text(out, text or written.text)
     slower = 100 * ((choice or result.best).timed[0] / result.best.timed[0] - 1)
@@ -75,16 +77,13 @@ def write_best(
         lost = ", ".join(line for line in write_config(result.best.job, to).ignored if line not in written.ignored)
         short = f"wrote {job.name} to {out}: {to} does not express the best strategy ({lost})"
         notes = [f"{short}; of {which} that it expresses this is the best ({slower:+.1f} % iteration time)"]
-    profile = framework_in("megatron-core" if to.startswith("megatron") else to)
-    if not job.framework and profile is not GENERIC:
-        notes.append(f"ranked without a framework's profile: with framework = {profile.name!r} ranks and times differ")
     if edited is not None:
-        diff = diff_text(read[0], out, text) if text else None
+        diff = diff_text(own, out, text) if text else None
         notes += edited.notes
         if not text:
-            notes.append(f"warning: {read[0]} could not be changed in place: {out} lacks its other settings")
+            notes.append(f"warning: {own} could not be changed in place: {out} lacks its other settings")
         elif not diff:
-            notes.append(f"{read[0]} has these settings already")
+            notes.append(f"{own} has these settings already")
     told = {"out": str(out), "strategy": job.name, "notes": notes, "diff": diff}
     lines = [*notes, written_text(written, to) if diff is None else diff.rstrip()]
     if diff is None:
@@ -218,7 +217,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     if any("expected_regret_percent" in row for row in rows):
         regret = "expected_regret_percent"
         columns["regret %"] = lambda row: "-" if row[regret] is None else f"{row[regret]:.2f}"
-    columns["GB"] = lambda row: Number(row["memory_bytes"] / 1e9, 2)
+    columns["GB"] = lambda row: Number(row["needed_bytes"] / 1e9, 2)
     return table_of([{"#": at, **row} for at, row in enumerate(rows, start=1)], {**columns, "fits": _fits})
 
 

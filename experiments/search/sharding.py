@@ -288,8 +288,7 @@ MOST_LAYERS, MOST_EXPERTS = 4096, 16384
 class ExpertLoads:
     """Number of tokens of each expert."""
 
-    # of each layer with experts, or one row for all of them: tokens of each expert, in any unit
-    layers: tuple[tuple[float, ...], ...]
+    layers: tuple[tuple[float, ...], ...]  # each with experts, or one row for all: tokens by expert, in any unit
 
     def __post_init__(self) -> None:
         sizes = {len(loads) for loads in self.layers}

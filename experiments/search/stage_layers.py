@@ -36,9 +36,8 @@ class StageLayers:
     """The best layers per stage that were found."""
 
     job: Job  # the job with them; the job as it was if nothing is faster
-    # best, even: its prediction, and that of the job as it was
-    best: Prediction
-    even: Prediction
+    best: Prediction  # of it
+    even: Prediction  # of the job as it was
     predictions: int  # how many were made
 
     @property

@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
+import timeit
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -33,12 +34,7 @@ def median_seconds(call: Callable[[], object], repeats: int = 30) -> float:
     """Median wall time of a call after two warm-up calls."""
     call()
     call()
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    return statistics.median(timeit.repeat(call, number=1, repeat=repeats))
 
 
 def warm_up(job: Job) -> None:

@@ -69,9 +69,7 @@ def knee(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def expected_knee(forward_s: float) -> dict[str, float]:
-    """The knee of DDP's sweep in closed form: all buckets except the first wait for the link instead of their
-    gradients. From there on the step is forward, the first layer's backward, and all communication.
-    """
+    """The knee of DDP's sweep in closed form, from which all buckets except the first wait for the link."""
     return {"flat_s": LAYERS * 3 * forward_s, "slope": 1.0, "knee_s": (LAYERS - 1) * 2 * forward_s}
 
 

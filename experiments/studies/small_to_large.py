@@ -71,11 +71,9 @@ class BoxCase:
 
     @property
     def file_name(self) -> str:
-        """Of the run in its collection."""
         return self.name.removeprefix("box/").replace("/", ".").replace("@", "-")
 
     def folder(self, out: Path) -> Path:
-        """Its collection."""
         return out / (JUDGE if self.judges else PROFILE) / self.box.name.replace("@", "-")
 
 

@@ -39,8 +39,7 @@ class Study:
 
     name: str  # of the entry
     about: str  # what it measures, and what it needs: paragraphs, the first sentence says it alone
-    # from the options to figures that JSON can hold, and the same as text
-    run: Callable[[argparse.Namespace], tuple[Any, str]]
+    run: Callable[[argparse.Namespace], tuple[Any, str]]  # to figures that JSON can hold, and the same as text
     options: Options = field(default_factory=dict)  # all studies also have ``--json``
 
     @property

@@ -84,11 +84,10 @@ def collect_jobs(
     box: Box | None = None,
     reuse: Sequence[Path] = (),
 ) -> dict[str, Any]:
-    """Make a plan of jobs, or of job files, and run it, or run one plan file; the summary lists the measurements.
-
-    Ops and collectives that the collections of ``reuse`` hold, measured on this machine, are taken from there.
-    With a ``box`` the jobs run asleep there, whatever their clusters; ``rejected`` of the summary then names the runs
-    that kept the cores too busy, elsewhere those that no memory holds.
+    """Make a plan of jobs, or of job files, and run it, or run one plan file; the summary lists the measurements. Ops
+    and collectives that the collections of ``reuse`` hold, measured on this machine, are taken from there. With a
+    ``box`` the jobs run asleep there, whatever their clusters; ``rejected`` names the runs that kept the cores too
+    busy, elsewhere those that no memory holds.
     """
     counts, first = settings.counts(box is not None), paths[0]
     check_writable(out)

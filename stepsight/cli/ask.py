@@ -296,7 +296,7 @@ def search_command(
     best; the best is then optimal. Strategies that do not fit in memory are not timed.
 
     Columns of the table: mb is the micro-batch, zero the ZeRO stage (3/8: sharded over 8 replicas), sp sequence
-    parallelism, GB the memory of the fullest pipeline stage.
+    parallelism, GB the memory of the fullest pipeline stage, of a tight one without the allocator's slack.
 
     With one number of --nodes the job is searched on as many. With several, and with --clusters, --global-batches or
     --seq-lens, every combination is searched. The table then has the best strategy of each combination, with time,
@@ -309,7 +309,7 @@ def search_command(
 
     Args:
         job: Job file or configuration; its model, global batch and cluster are kept. A run may have several files, as a
-            DeepSpeed JSON beside a config.json; --to changes the first.
+            DeepSpeed JSON beside a config.json; --to changes the one of its format.
         space: Search space: usual, wide (all axes), or a .toml file with attributes of stepsight.Space.
         expert_loads: A .csv file with the tokens of each expert: one line, or one line for each layer with experts. The
             search then places experts so that the busiest rank has the least work.
@@ -319,6 +319,7 @@ def search_command(
         csv: Write all evaluated strategies to this file, one row each.
     """
     from stepsight.dataset.base.files import write_text
+    from stepsight.dataset.job.frameworks import GENERIC, framework_in
     from stepsight.experiments.search.search_report import plot_result, search_report, write_best
 
     best.check(job)
@@ -327,13 +328,17 @@ def search_command(
     if uneven and goal_options.robust == REGRET:
         raise StepsightError(f"--uneven does not go with --robust {REGRET}: give one of them")
     asked: dict[str, Any] = {"predictor": source.load(), "space": space}
-    scenarios, own, read, problem = _job_to_search(job, overrides, scenarios)
+    compared, own, read, problem = _job_to_search(job, overrides, scenarios)
+    profile = framework_in("megatron-core" if best.to.startswith("megatron") else best.to)
+    if best.to and not own.framework and profile is not GENERIC:  # ranks of the framework that will run the job
+        overrides = replace(overrides, framework=profile.name)
+        compared, own, read, problem = _job_to_search(job, overrides, scenarios)
     if best.to == "torchrec":  # it cannot share the rows of a table among some ranks
         read = replace(read, sharding=replace(read.sharding, partial_rows=False))
-    more = {"goal": goal_options.goal(scenarios), "scenarios": scenarios, "expert_loads": expert_loads}
+    more = {"goal": goal_options.goal(compared), "scenarios": compared, "expert_loads": expert_loads}
     result = _searched(read, settings, workers, uneven, {**asked, **more})
     report = search_report(read, replace(result, own=None) if problem else result, settings.top)
-    written = {"text": ""} if best.out is None else write_best(result, best.out, best.to, (job[0], own), asked)
+    written = {"text": ""} if best.out is None else write_best(result, best.out, best.to, (job, own), asked)
     notes = [problem] * bool(problem)
     text = "\n".join([report.pop("text"), *notes]) + written.pop("text")
     report |= {**written, "notes": [*notes, *written.get("notes", ())]}
@@ -352,8 +357,16 @@ def _job_to_search(files: list[Path], overrides: JobOptions, scenarios: Scenario
     from stepsight.experiments.search.strategies import scenario_jobs
 
     if len(scenarios.nodes) != 1:
-        own = overrides.read(files)
-        return scenarios, own, own, ""
+        problem = ""
+        try:
+            own = overrides.read(files)
+        except JobError as error:  # another rule may place tables that fit no device by the job's own
+            problem = f"the job's own sharding is not possible: {error}"
+            try:
+                own = replace(overrides, given=[*(overrides.given or ()), "sharding.rule=auto"]).read(files)
+            except JobError:
+                raise error from None
+        return scenarios, own, own, problem
     (nodes,), others = scenarios.nodes, replace(scenarios, nodes=())
     try:
         own = overrides.read(files, nodes)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from stepsight.cli import app
 from stepsight.cli.ask import BestStrategyFile
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.configs.edits import edit_config
@@ -33,9 +34,9 @@ def result(*schedules: str) -> SearchResult:
     return SearchResult([Choice(of, 1.0, 2.0, (1.02**n, 1.0, 2.0), predict) for n, of in enumerate(jobs)])
 
 
-def written(found: SearchResult, out: Path, to: str, read: tuple[Path, Job] | None = None) -> dict[str, Any]:
-    """What is told; ``read``: the file that is asked about, else one of another format."""
-    return write_best(found, out, to, read or (EXAMPLE, found.best.job), {"predictor": "roofline", "space": SMALL})
+def written(found: SearchResult, out: Path, to: str, read: tuple[list[Path], Job] | None = None) -> dict[str, Any]:
+    """What is told; ``read``: the files that are asked about, else one of another format."""
+    return write_best(found, out, to, read or ([EXAMPLE], found.best.job), {"predictor": "roofline", "space": SMALL})
 
 
 def text_of(*asked: Any) -> str:
@@ -109,7 +110,7 @@ def test_the_users_own_file_is_changed(tmp_path: Path) -> None:
     job = read_configs([own]).job
     best = replace(job, parallel=replace(job.parallel, tp=4, pp=8, dp=32, zero_stage=1))
     found = SearchResult([Choice(best, 1.0, 2.0, (1.0, 1.0, 2.0), predict)])
-    told = written(found, out, "megatron-script", (own, job))
+    told = written(found, out, "megatron-script", ([own], job))
     text = told["text"].removeprefix("\n")
     changed = script.replace("TP=8", "TP=4").replace("size=16", "size=8")
     assert out.read_text() == changed.replace("--micro-batch", "--use-distributed-optimizer --micro-batch")
@@ -119,11 +120,55 @@ def test_the_users_own_file_is_changed(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_changed_is_said(tmp_path: Path) -> None:
-    """What is written then lacks the file's other settings."""
+    """What is written then lacks the file's other settings.  With the model's file beside it, in any order, it can."""
     (tmp_path / "config.json").write_text(json.dumps(published.LLAMA))
     (own := tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
     job = read_configs([tmp_path / "config.json", own]).job
     found = SearchResult([Choice(job, 1.0, 2.0, (1.0, 1.0, 2.0), predict)])
-    told = written(found, tmp_path / "new.json", "deepspeed", (own, job))
+    told = written(found, tmp_path / "new.json", "deepspeed", ([own], job))
     assert told["diff"] is None and f"warning: {own} could not be changed in place" in told["text"]
     assert any("could not be changed in place" in note for note in told["notes"])
+    other = replace(job, parallel=replace(job.parallel, zero_stage=1))
+    found = SearchResult([Choice(other, 1.0, 2.0, (1.0, 1.0, 2.0), predict)])
+    told = written(found, tmp_path / "new.json", "deepspeed", ([tmp_path / "config.json", own], job))
+    assert told["diff"] and '"stage": 1' in (tmp_path / "new.json").read_text()
+
+
+def test_the_framework_that_is_written_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job that states none is searched with the profile of the format's framework."""
+    (own := tmp_path / "job.toml").write_text(EXAMPLE.read_text().replace("framework =", "# framework ="))
+    found = []
+    for more in (["--framework", "megatron-core"], ["--to", "megatron-script", "--out", str(tmp_path / "a.sh")], []):
+        app(["search", str(own), "--trials", "3", "-p", "roofline", "--json", *more], standalone_mode=False)
+        found.append(json.loads(capsys.readouterr().out)["own"]["iteration_time_s"])
+    assert found[0] == found[1] != found[2]
+
+
+def test_tables_that_fit_by_another_rule_are_searched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One table is larger than a device, so that no job has it whole."""
+    (own := tmp_path / "job.toml").write_text(
+        '[model]\nfamily = "dlrm"\ntables = [{ rows = 400000000, dim = 128 }, { rows = 1000, dim = 128 }]\n'
+        '[sharding]\nrule = "table-wise"\n[batch]\nmicro_batch = 1024\nglobal_batch = 8192\nprecision = "fp16"\n'
+        '[cluster]\nhardware = "h100-sxm-80gb"\nnodes = 1\ndevices_per_node = 8\n'
+    )
+    app(["search", str(own), "--trials", "50", "-p", "roofline", "--json"], standalone_mode=False)
+    told = json.loads(capsys.readouterr().out)
+    assert told["best"]["fits"] and "the job's own sharding is not possible" in told["notes"][0]
+
+
+def test_a_tight_strategy_tells_what_it_needs() -> None:
+    """Its peak is the device's capacity, which the allocator's slack fills."""
+    job = Job.from_file(EXAMPLE.with_name("llama3-70b-fsdp-512.toml"))
+    degrees: dict[str, Any] = {
+        "tp": 4,
+        "cp": 2,
+        "pp": 2,
+        "dp": 32,
+        "zero_stage": 1,
+        "sequence_parallel": True,
+        "recompute": "none",
+    }
+    full = replace(job, parallel=replace(job.parallel, virtual_stages=4, schedule="1f1b", dp_shard=0, **degrees))
+    for own, is_tight in ((job, False), (full, True)):
+        choice = Choice.of(predict(own, "roofline"), predict)
+        assert choice.tight == (choice.needed_bytes < choice.peak_bytes - 1e6) == is_tight
