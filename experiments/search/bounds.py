@@ -108,11 +108,9 @@ class FastestDevice:
 class ShapeTable:
     """The distinct rank shapes of a grid.
 
-    Attributes:
-        ids: By layout, the number of each shape: micro-batch size, sequence parallelism, order of ranks, whether
-            fully sharded, whether offloaded.
-        kinds: Kinds of layers; the embedding and the head follow them wherever blocks are counted.
-        numel: Elements of the parameters of each block, others' and experts', shape ``(shapes, blocks, 2)``.
+    ``ids`` has by layout the number of each shape: micro-batch size, sequence parallelism, order of ranks, whether
+    fully sharded, whether offloaded. The embedding and the head follow the ``kinds`` of layers wherever blocks are
+    counted. ``numel``: elements of the parameters of each block, others' and experts', shape ``(shapes, blocks, 2)``.
     """
 
     def __init__(self, grid: Grid, timer: Timer, hardware: Hardware) -> None:

@@ -226,10 +226,8 @@ class SearchResult:
 
     @property
     def best(self) -> Choice:
-        """The best strategy that fits in memory; by default the one with the shortest predicted iteration.
-
-        Raises:
-            JobError: If none fits.
+        """The best strategy that fits in memory, by default the one with the shortest predicted iteration; if none
+        does, a ``JobError``.
         """
         if not self.any_fits:
             raise JobError(self.proof)

@@ -215,15 +215,10 @@ class Block:
 
 
 class Grid:
-    """Every legal strategy by its number, block by block, and the remaining ones.
+    """Every legal strategy by its number, block by block, and the ``remaining`` ones, shape ``(number of
+    strategies,)``: False where a strategy was evaluated.
 
-    Attributes:
-        remaining: Shape ``(number of strategies,)``, False where a strategy was evaluated.
-        blocks: By name of the layout.
-
-    Args:
-        job, space: What they are strategies of, and the choices that they are made of.
-        loads: Of the model's experts, which every strategy then places by their loads.
+    Blocks are by name of the layout. With ``loads`` of the model's experts every strategy places these by their loads.
     """
 
     def __init__(self, job: Job, space: Space, loads: ExpertLoads | None = None) -> None:

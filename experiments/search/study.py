@@ -49,15 +49,9 @@ _BEGINNING = b'{"op_code":'  # of a journal
 class Evaluations:
     """The evaluated strategies of a grid: in memory, or as the finished trials of an Optuna study.
 
-    Args:
-        grid: Of the strategies.
-        question: Digest of what the study is about; empty: there is no study, and Optuna is not imported.
-        storage: None (in memory), a database URL, or the path of a journal file.
-        name: Of the study in the storage, which continues if it exists; None for a new one.
-
-    Attributes:
-        done: Seconds by number in the grid; None where a strategy does not fit in memory.
-        study: Optuna's, if there is one.
+    ``question`` is a digest of what the study is about; empty: there is no study, and Optuna is not imported.
+    ``storage`` and ``name`` are as in ``SearchSettings``. ``done`` has seconds by number in the grid; None where a
+    strategy does not fit in memory.
     """
 
     def __init__(self, grid: Grid, question: str = "", storage: str | None = None, name: str | None = None) -> None:
