@@ -59,9 +59,7 @@ class Unit:
 
     @property
     def tensors(self) -> Tensors:
-        """Elements of the parameter tensors of one block, of others and of experts, in the order in which gradients
-        arrive.
-        """
+        """Elements of a block's parameter tensors, of others and of experts, in the order in which gradients arrive."""
         known = _TENSORS.get(id(self.block))
         if known is None:
             found: tuple[list[int], list[int]] = ([], [])
@@ -197,8 +195,10 @@ def _segment(shape: RankShape, part: PartShape, call: Call) -> Segment:
     def work(slot: Slot) -> BlockPass | Collective | Op:
         if slot.what == "run":
             return passages[slot.unit]
-        own = [u.tensors for u in reversed(units) if u.root] if slot.unit == ROOT else [units[slot.unit].tensors]
-        tensors = tuple(chain(*(others for others, _ in own))), tuple(chain(*(experts for _, experts in own)))
+        tensors = units[slot.unit].tensors
+        if slot.unit == ROOT:
+            others, experts = zip(*[u.tensors for u in reversed(units) if u.root], strict=True)
+            tensors = tuple(chain(*others)), tuple(chain(*experts))
         return _replica_work((slot.what, slot.expert, slot.second), tensors, dtypes, replicas)
 
     return plan.filled(work)
