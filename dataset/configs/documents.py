@@ -62,7 +62,7 @@ def read_tables(path: Path) -> Mapping[str, Any]:
     text = read_source(path)
     try:
         value = read_toml(path, "utf-8-sig") if path.suffix == ".toml" else parse_tables(text, path.suffix)
-        _count(value, 0)
+        _count(value)
     except (ValueError, RecursionError) as error:
         raise JobError(f"{path} is not valid {path.suffix.lstrip('.').upper()}: {reason(error):.200}") from None
     if not isinstance(value, Mapping):
@@ -97,17 +97,15 @@ def parse_tables(text: str, suffix: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
 
 
-def _count(value: Any, depth: int, counted: int = 0) -> int:
+def _count(value: Any, depth: int = 0) -> int:
     """Count the values of tables; too many, or too deeply nested ones, are refused."""
     if depth > MOST_DEPTH:
         raise ValueError(f"tables must be nested at most {MOST_DEPTH} deep")
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    counted += len(items)
-    if counted > MOST_VALUES:
-        raise ValueError(f"a configuration must hold at most {MOST_VALUES} values")
+    counted, items = 0, value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     for item in items:
-        if isinstance(item, Mapping | list):
-            counted = _count(item, depth + 1, counted)
+        counted += 1 + (_count(item, depth + 1) if isinstance(item, Mapping | list) else 0)
+        if counted > MOST_VALUES:
+            raise ValueError(f"a configuration must hold at most {MOST_VALUES} values")
     return counted
 
 

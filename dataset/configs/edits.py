@@ -56,6 +56,8 @@ def edit_config(path: Path, before: Job, after: Job, name: str, beside: Sequence
             lacking = {key: of for key, of in found.items() if key in changes or of[0] != stated.get(key)}
             changes |= lacking
         notes += [line for line in back.ignored if " launches: " in line]
+    if lacking:
+        notes.append(f"{path} states {', '.join(lacking)} where it cannot be changed, as in a quoted text")
     return ConfigText(text=text if lacking == {} else "", suffix=path.suffix, notes=tuple(notes))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial, reduce
 from itertools import combinations
 from operator import getitem
@@ -18,10 +18,9 @@ from stepsight.dataset.configs import accelerate, huggingface, maxtext, nanotron
 from stepsight.dataset.configs import megatron_words as words
 from stepsight.dataset.configs.documents import facts, toml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Given
-from stepsight.dataset.configs.key_table import ConfigText
+from stepsight.dataset.configs.key_table import DEFAULTS, ConfigText
 from stepsight.dataset.configs.megatron import write_megatron
 from stepsight.dataset.job.job import Job, JobLike
-from stepsight.dataset.job.specs import SECTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +37,8 @@ class ConfigFormat:
     families: tuple[str, ...] = ()  # of models that are written; empty: all but dlrm
 
     def __post_init__(self) -> None:
+        if not isinstance(self.families, tuple) or not all(isinstance(family, str) for family in self.families):
+            raise JobError(f"families of a configuration format must be a tuple of names, got {self.families!r:.80}")
         for name, arguments in {"fits": ("file",), "read": ("file", "draft"), "write": ("job",)}.items():
             if getattr(self, name) is not None:
                 check_takes(f"{name} of a configuration format", getattr(self, name), arguments, JobError)
@@ -82,7 +83,9 @@ def write_config(job: JobLike, name: str) -> ConfigText:
     if family not in families if families else family == "dlrm":
         known = f"it has {', '.join(families) or 'transformers'}"
         raise JobError(f"{name} has no model of the family {family!r:.80}: {known}")
-    text: ConfigText = form.write(job)
+    text = form.write(job)
+    if not isinstance(text, ConfigText):
+        raise JobError(f"write of the configuration format {name} must return a ConfigText, got {text!r:.80}")
     return text
 
 
@@ -105,12 +108,16 @@ def _with(name: str) -> Callable[[ConfigFile], bool]:
 
 
 def _read_job(file: ConfigFile, draft: Draft) -> None:
-    """Map all keys that a job file states."""
+    """Map all keys that a job file states; what follows from them is assumed, and defaults are left out."""
     job = Job.from_file(file.path)
-    draft.framework = job.framework
-    for section, table in job.to_dict().items():
-        for key, value in table.items() if isinstance(table, Mapping) else ():
-            draft.map(f"{section}.{key}", value, "job file")
+    draft.framework, told = job.framework, asdict(job)
+    for key, default in DEFAULTS.items():
+        section, _, name = key.partition(".")
+        value, stated = told[section][name], file.tables.get(section)
+        if isinstance(stated, Mapping) and name in stated:
+            draft.map(key, value, "job file")
+        elif value != default:
+            draft.assume(key, value, "follows from what the job file states")
 
 
 _DECODERS = ("llama", "gpt")
@@ -228,9 +235,10 @@ def _read_file(path: Path, draft: Draft, given: Given) -> str:
         raise JobError(f"{path} must be a configuration of {known}, got tables {shown:.120}")
     try:
         form.read(file, draft)
+        if wrong := [key for key in draft.values if key not in DEFAULTS and not str(key).startswith("run.")]:
+            raise JobError(f"format {named} must map keys of a job, as model.seq_len, got {wrong[0]!r:.80}")
     except JobError as error:
-        text = str(error).removeprefix(f"{path}: ")
-        raise JobError(f"{path}: {text}") from None
+        raise JobError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
     return named
 
 
@@ -261,10 +269,9 @@ def read_configs(paths: str | Path | Sequence[str | Path], given: Given | None =
     formats = tuple([_read_file(path, draft, given) for path in files])
     try:
         for key, value in given.values.items():
-            section, _, name = key.partition(".")
             if key == "framework":
                 draft.choose(value, "given")
-            elif section not in SECTIONS or name not in SECTIONS[section].__annotations__:
+            elif key not in DEFAULTS:
                 raise JobError(f"a value must be given for a key of a job, as model.seq_len, got {key!r:.80}")
             else:
                 draft.map(key, value, "given")

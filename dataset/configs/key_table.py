@@ -18,7 +18,7 @@ from stepsight.dataset.configs.drafts import WHOLE, Reading
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import MODELS, SECTIONS
 
-_DEFAULTS = {
+DEFAULTS = {
     f"{section}.{item.name}": None if item.default is MISSING else item.default
     for section, spec in SECTIONS.items()
     for item in fields(spec)
@@ -105,7 +105,7 @@ class JobView:
                 self.settings[row.names[0]] = row.constant
             elif not row.names and row.only == "write":
                 self.expressed(*row.key.split())
-            elif row.names and not (row.omit and self[row.key] == _DEFAULTS[row.key]):
+            elif row.names and not (row.omit and self[row.key] == DEFAULTS[row.key]):
                 self.settings[row.names[0]] = _written(row, self)
 
     def tables(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class JobView:
         Keys that the writer did not ask for are left out if they have their default.
         """
         ignored = []
-        for key, default in _DEFAULTS.items():
+        for key, default in DEFAULTS.items():
             value = self.value(key)
             dropped = key not in self._read and key not in facts()["not_asked"]["keys"] and value != default
             if (dropped or key in self._refused) and key.startswith(sections or ""):
@@ -264,7 +264,7 @@ def _read_row(row: Row, reading: Reading) -> None:
         known = [item for item in row.values.items() if fnmatchcase(word.lower(), str(item[0]).lower())]
         value = known[0][1] if known else row.values.get(OTHER) if word else None
         if word and not known and OTHER not in row.values:
-            fallback = row.default or _DEFAULTS[row.key]
+            fallback = row.default or DEFAULTS[row.key]
             if fallback:
                 reading.assume(row.key, fallback, f"a job has no {reading.source(*names)} {word}")
             return
@@ -275,7 +275,7 @@ def _read_row(row: Row, reading: Reading) -> None:
 
 
 def _written(row: Row, view: JobView) -> Any:
-    value, default = view[row.key], _DEFAULTS.get(row.key)
+    value, default = view[row.key], DEFAULTS.get(row.key)
     if row.values is None:
         return value
     if isinstance(row.values, tuple):

@@ -101,7 +101,7 @@ def _write_degrees(view: JobView) -> None:
     view.put("parallelism.", data_parallel_shard_degree=parallel.dp // replicate)
     view.refuse("parallel.zero_stage", stage in (1, 2))
     if parallel.dp // replicate > 1:
-        again = view["parallel.reshard_after_forward"]
+        again = view["parallel.reshard_after_forward"] and stage == 3  # earlier stages keep whole parameters
         words = "default" if again == (parallel.pp == 1) else "always" if again else "never"
         view.put("parallelism.", fsdp_reshard_after_forward=words)
     view.refuse("parallel.overlap_grad_reduce", not view["parallel.overlap_grad_reduce"])

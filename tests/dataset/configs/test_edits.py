@@ -101,3 +101,4 @@ def test_what_cannot_be_changed_is_empty(tmp_path: Path) -> None:
     job = read_configs([path]).job
     edited = edit_config(path, job, replace(job, parallel=replace(job.parallel, tp=2, dp=8)), "megatron")
     assert job.parallel.tp == 8 and edited is not None and edited.text == ""
+    assert "states tensor-model-parallel-size where it cannot be changed" in edited.notes[0]

@@ -52,3 +52,18 @@ def test_a_format_with_a_mistake_is_refused() -> None:
         ConfigFormat(read=read)
     with pytest.raises(JobError, match="fits of a configuration format must take 1"):
         ConfigFormat(lambda: True, read)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (ConfigFormat(fits, lambda file, draft: draft.map("model.depth", 4, "depth")), "format mine must map keys"),
+        (ConfigFormat(fits, read, lambda job: "depth 4"), "mine must return a ConfigText, got 'depth 4'"),
+    ],
+)
+def test_what_functions_of_a_format_return_is_checked(form: ConfigFormat, text: str, tmp_path: Path) -> None:
+    (path := tmp_path / "run.mine").write_text("depth 4\nwidth 64\nheads 4\ntokens 128\n")
+    with CONFIG_FORMATS.registered("mine", form), pytest.raises(JobError, match=text):
+        write_config(read_configs(path).job, "mine")
+    with pytest.raises(JobError, match="families of a configuration format must be a tuple of names, got 'gpt'"):
+        ConfigFormat(fits, read, families="gpt")  # type: ignore[arg-type]
