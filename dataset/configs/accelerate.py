@@ -71,8 +71,6 @@ def read_deepspeed(file: ConfigFile, draft: Draft) -> None:
 def write(job: Job) -> ConfigText:
     """Write how a job is trained as Accelerate's YAML: FSDP where parameters or gradients are sharded."""
     view = JobView(job)
-    view.put(compute_environment="LOCAL_MACHINE", num_machines=view["cluster.nodes"])
-    view.put(num_processes=job.cluster.num_devices, gradient_accumulation_steps=job.num_micro_batches)
     view.write(rows_of("accelerate", globals()))
     note = "the model's sizes stand in its config.json, the micro-batch in the training arguments"
     return view.text(yaml_text(view.tables()), ".yaml", note, sections=_TRAINING_SECTIONS)

@@ -166,12 +166,18 @@ def _toml(value: Any) -> str:
 
 
 def job_toml(job: Job) -> str:
-    """Write a job file that reads back as an equal job; defaults that no profile sets are left out."""
-    tables: dict[str, Any] = {"framework": job.framework} if job.framework else {}
-    told = {"execution": asdict(job.execution), **job.to_dict()}
-    for section, spec in SECTIONS.items():
-        held = [(item, told[section][item.name]) for item in fields(spec) if item.name in told.get(section, ())]
-        tables[section] = {
-            item.name: value for item, value in held if value is not None and (job.framework or value != item.default)
-        }
-    return toml_text(tables)
+    """Write a job file that reads back as an equal job, without defaults and what its framework's profile fills in.
+
+    What a profile fills in depends on what is stated, so that the tables are compared with it several times.
+    """
+    told, profile = {"execution": asdict(job.execution), **job.to_dict()}, job.profile
+    stated: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    if profile is not None:  # which might interleave stages that a job leaves open
+        stated["parallel"]["virtual_stages"] = job.parallel.virtual_stages
+    for _ in range(4):
+        filled = profile.fill(stated) if profile is not None else {}
+        for section, item in ((section, item) for section, spec in SECTIONS.items() for item in fields(spec)):
+            value = told.get(section, {}).get(item.name)
+            if value is not None and value != filled.get(section, {}).get(item.name, item.default):
+                stated[section][item.name] = value
+    return toml_text({**({"framework": job.framework} if job.framework else {}), **stated})

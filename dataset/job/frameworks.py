@@ -128,7 +128,8 @@ class Framework:
         what the framework means by it.  Doing it twice changes nothing more.
         """
         model, parallel = dict(tables.get("model", {})), dict(tables.get("parallel", {}))
-        tp, pp, chunks = (_count(parallel.get(key)) for key in ("tp", "pp", "virtual_stages"))
+        stated = (parallel.get(key) for key in ("tp", "pp", "virtual_stages"))  # the job's rules report invalid ones
+        tp, pp, chunks = (value if type(value) is int and value > 0 else 1 for value in stated)
         recompute = parallel.setdefault("recompute", self.recompute or "none")
         if recompute == "selective" and self.selective == "every-2nd-layer":
             parallel |= {"recompute": "full", "recompute_every": 2}
@@ -153,17 +154,12 @@ class Framework:
             "scatter_p2p": self.p2p == "scattered",
         }
         habits["optimizer"]["fused"] = self.fused_optimizer
-        stated = {**tables, "model": model, "parallel": parallel}
-        return {name: {**habits.get(name, {}), **stated.get(name, {})} for name in {**stated, **habits}}
+        whole = {**tables, "model": model, "parallel": parallel}
+        return {name: {**habits.get(name, {}), **whole.get(name, {})} for name in {**whole, **habits}}
 
 
 # Fields that a job's tables have under the same names.
 _AS_THEY_ARE = {name: keys.split() for name, keys in preset("job_facts.toml")["habits"].items()}
-
-
-def _count(value: Any) -> int:
-    """A degree as a job states it; 1 if it states none, or an invalid one (which the job's rules report)."""
-    return value if type(value) is int and value > 0 else 1
 
 
 GENERIC = Framework(name="generic", source="PyTorch's own defaults: what a run of an unknown framework is taken for")
@@ -179,15 +175,11 @@ def framework_from_dict(name: str, table: Mapping[str, Any]) -> Framework:
 
 FRAMEWORKS: Registry[Framework] = Registry(
     "framework",
-    lambda: {**_profiles(preset("frameworks.toml")), GENERIC.name: GENERIC},
+    lambda: {n: framework_from_dict(n, told) for n, told in preset("frameworks.toml").items()} | {"generic": GENERIC},
     group="stepsight.frameworks",
     check=instance_of(Framework),
     more="a .json or .toml file",
 )
-
-
-def _profiles(tables: Mapping[str, dict[str, Any]]) -> dict[str, Framework]:
-    return {name: framework_from_dict(name, table) for name, table in tables.items()}
 
 
 def find_framework(text: str, container: str = "", date: str = "") -> Framework:
@@ -237,7 +229,7 @@ def _by_words(text: str, version: int) -> tuple[Framework | None, str]:
 def _read_profile(path: str, version: tuple[int, int]) -> Framework:
     """The profile in a file; ``version`` makes the cache read a changed file again."""
     try:
-        profiles = _profiles(read_facts(path))
+        profiles = {name: framework_from_dict(name, table) for name, table in read_facts(path).items()}
     except JobError as error:
         raise JobError(f"{path}: {error}") from None
     return only_one(profiles, "profile", path)
