@@ -140,9 +140,9 @@ def _read_dense_layers(reading: Reading) -> None:
 
 
 def _read_tied(reading: Reading) -> None:
-    tied = reading.flag("tie_word_embeddings")
-    value = _types()[reading.word("model_type")][1] if tied is None else tied
-    reading.map("model.tied_embeddings", value, "tie_word_embeddings")
+    if (tied := reading.flag("tie_word_embeddings")) is None:
+        tied = _types()[reading.word("model_type")][1]
+    reading.map("model.tied_embeddings", tied, "tie_word_embeddings")
 
 
 def _read_dropout(reading: Reading) -> None:

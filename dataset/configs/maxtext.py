@@ -104,7 +104,7 @@ def _write_degrees(view: JobView) -> None:
     ep = 1 if shard % ep else ep
     stage = view["parallel.zero_stage"]
     view.refuse("parallel.zero_stage", stage in (1, 2) or (ep > 1 and stage == 0))  # ep also shards all other weights
-    fsdp = shard if parallel.zero_stage == 3 else 1
+    fsdp = shard if stage == 3 else 1
     spread = "tensor_sequence" if view["parallel.sequence_parallel"] else "tensor"
     sizes = {"ici_fsdp": max(1, fsdp // ep), "ici_data": 1, "dcn_data": max(1, parallel.dp // max(fsdp, ep))}
     sizes |= {"dcn_fsdp": 1, f"ici_{spread}": view["parallel.tp"], "ici_context": view["parallel.cp"]}

@@ -39,6 +39,12 @@ _ACTIONS: dict[type[ast.AST], Callable[..., Any]] = {
 }
 
 
+def _check_length(what: str, length: int, where: str) -> None:
+    if length > LONGEST_VALUE:
+        rule = f"a {what} of a script must have at most {LONGEST_VALUE} characters"
+        raise JobError(f"{rule}, got {length} in {where!r:.60}")
+
+
 class Variables:
     """Variables of a script while it is read; those that the user defined keep their values."""
 
@@ -74,9 +80,7 @@ class Variables:
             value = [*(old if isinstance(old, list) else [old] if old else []), *value]
         elif add and isinstance(value, str):
             value = [*old, value] if isinstance(old, list) else (old or "") + value
-        if (length := sum(map(len, value))) > LONGEST_VALUE:
-            rule = f"a variable of a script must hold at most {LONGEST_VALUE} characters"
-            raise JobError(f"{rule}, got {length} in {name:.60}")
+        _check_length("variable", sum(map(len, value)), name)
         self.values[name] = value
 
     def set_item(self, name: str, index: str, value: str, *, add: bool = False) -> None:
@@ -135,9 +139,7 @@ class Variables:
                 pieces = [(self.text(named[1]), quoted) if named else (plain[0] if plain else char, True)]
                 at = named.end() if named else plain.end() if plain else start + 1
             length += sum(len(text) for text, _ in pieces)
-            if length > LONGEST_VALUE:
-                rule = f"a word of a script must have at most {LONGEST_VALUE} characters"
-                raise JobError(f"{rule}, got {length} in {raw!r:.60}")
+            _check_length("word", length, raw)
             yield from pieces
 
     def _braces(self, text: str, quoted: bool) -> list[tuple[str, bool]]:

@@ -97,8 +97,7 @@ def _write_degrees(view: JobView) -> None:
     parallel, stage = view.job.parallel, view["parallel.zero_stage"]
     shard = view["parallel.dp_shard"] or view["parallel.dp"]
     replicate = parallel.dp // shard if stage else parallel.dp
-    view.put("parallelism.", data_parallel_replicate_degree=replicate)
-    view.put("parallelism.", data_parallel_shard_degree=parallel.dp // replicate)
+    view.put("parallelism.data_parallel_", replicate_degree=replicate, shard_degree=parallel.dp // replicate)
     view.refuse("parallel.zero_stage", stage in (1, 2))
     if parallel.dp // replicate > 1:
         again = view["parallel.reshard_after_forward"] and stage == 3  # earlier stages keep whole parameters
@@ -122,9 +121,8 @@ def _read_pipeline(reading: Reading) -> None:
     reading.map("parallel.schedule", schedule)
     if not layers:
         return
-    ends = (f"parallelism.pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))
-    weights = [reading.number(end) for end in ends]
-    weights = [1 if weight is None else weight for weight in weights]
+    ends = [f"parallelism.pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last")]
+    weights = [1 if (weight := reading.number(end)) is None else weight for end in ends]
     each = reading.positive("parallelism.pipeline_parallel_layers_per_stage")
     splits = reading.take(*_in("pipeline_parallel_split_points"))
     parts = reading.take("parallelism.module_fqns_per_model_part")
@@ -153,13 +151,12 @@ def _write_pipeline(view: JobView) -> None:
     wanted = (view["parallel.schedule"], view["parallel.virtual_stages"] > 1)
     name = next((name for name, (schedule, chunks) in _SCHEDULES.items() if (schedule, chunks > 1) == wanted), "")
     view.refuse("parallel.schedule", not name)
-    view.put("parallelism.", **({"pipeline_parallel_schedule": name} if name else {}))
-    view.put("parallelism.", pipeline_parallel_microbatch_size=view["batch.micro_batch"])
+    named = {"pipeline_parallel_schedule": name} if name else {}
+    view.put("parallelism.", **named, pipeline_parallel_microbatch_size=view["batch.micro_batch"])
     stages, counts = parallel.pp * parallel.virtual_stages, view.stage_layers()
     weight = 0 if len(set(counts)) == 1 else 1
     if counts == even_stages(stages, layers, weight, weight):
-        for end in ("first", "last"):
-            view.put("parallelism.", **{f"pipeline_parallel_{end}_stage_less_layers": weight})
+        view.put("parallelism.pipeline_parallel_", first_stage_less_layers=weight, last_stage_less_layers=weight)
         if parallel.virtual_stages > 2:
             view.put("parallelism.", pipeline_parallel_layers_per_stage=-(-(layers + 2 * weight) // stages))
         return

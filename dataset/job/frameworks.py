@@ -204,11 +204,10 @@ def _profile_in(text: str, container: str, date: str) -> Framework | None:
     if text in FRAMEWORKS and not (container or when):
         return FRAMEWORKS[text]  # other packages need not be loaded, and one of them may be asking while it is loaded
     FRAMEWORKS.load()
-    version = FRAMEWORKS.version
-    named = FRAMEWORKS[text] if text in FRAMEWORKS else _by_words(f"{text} {when}", version)[0]
+    named = FRAMEWORKS[text] if text in FRAMEWORKS else _by_words(f"{text} {when}", FRAMEWORKS.version)[0]
     if not (container or when) or (text and named is None):
         return named
-    closer, word = _by_words(f"{text} {when} {container.lower()}", version)
+    closer, word = _by_words(f"{text} {when} {container.lower()}", FRAMEWORKS.version)
     # A profile of the same software, as "nemo:26.06" is of "nemo": other words belong to what the container also has.
     return closer if named is None or any(own in word for own in named.words) else named
 

@@ -294,8 +294,7 @@ class Job(JobTables):
 def _framework_of(framework: str, execution: Any) -> Framework | None:
     """The profile that a job names, or that the container of its table ``execution`` belongs to."""
     told = execution if isinstance(execution, Mapping) else {}
-    words = (told.get(key) for key in ("container", "date"))  # other than text is reported by the rules
-    container, date = (word if isinstance(word, str) else "" for word in words)
+    container, date = (word if isinstance(word := told.get(key), str) else "" for key in ("container", "date"))
     if framework:
         return find_framework(framework, container, date)
     found = framework_in("", container, date) if container else GENERIC

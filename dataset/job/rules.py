@@ -236,14 +236,8 @@ def _attention(rules: Rules, job: JobTables) -> None:
             m.family != "llama" or latent or m.head_size % 2 == 0,
             f"rotary positions need an even model.head_dim, got {m.head_size}",
         ),
-        (
-            mha or m.family not in _NO_DECODER,
-            f"attention 'mla' is for gpt and llama, got family {m.family!r:.80}",
-        ),
-        (
-            mha or m.kv_heads == m.heads,
-            f"with attention 'mla' kv_heads = heads, got {m.kv_heads} and {m.heads} heads",
-        ),
+        (mha or m.family not in _NO_DECODER, f"attention 'mla' is for gpt and llama, got family {m.family!r:.80}"),
+        (mha or m.kv_heads == m.heads, f"with attention 'mla' kv_heads = heads, got {m.kv_heads} and {m.heads} heads"),
     ):
         rules.require(holds, text)
     rules.lies("parallel.offload_layers (of the model's layers)", p.offload_layers, 0, m.total_layers)
@@ -280,9 +274,8 @@ def _pipeline(rules: Rules, job: JobTables) -> None:
     if not p.stage_layers:
         parallel_rules.check_stages(rules, layers=layers, pp=p.pp, virtual_stages=p.virtual_stages)
         return
-    given = len(p.stage_layers)
+    given, total = len(p.stage_layers), sum(p.stage_layers)
     rules.require(given == parts, f"stage_layers must have pp * virtual_stages = {parts} entries, got {given}")
-    total = sum(p.stage_layers)
     rules.require(
         total == layers and min(p.stage_layers) >= 0,
         f"stage_layers must be >= 0 and add up to {layers}, got {min(p.stage_layers)!s:.80} at least and "
@@ -299,9 +292,8 @@ def _cluster(rules: Rules, job: JobTables) -> None:
     ]
     for table, key, value, limit in places:
         rules.require(0 <= value < limit, f"cluster.{table}: {key} must lie in 0 ... {limit - 1}, got {value}")
-    for slowdown in (*(s.slowdown for s in c.stragglers), *(s.slowdown for s in c.slow_links)):
-        good = 1 <= slowdown <= MOST_SLOWDOWN  # neither infinite nor no number
-        rules.require(good, f"a slowdown must lie in 1 ... {MOST_SLOWDOWN:.0f}, got {slowdown}")
+    for slow in (*c.stragglers, *c.slow_links):  # neither infinitely so nor by no number
+        rules.lies("a slowdown", slow.slowdown, 1, MOST_SLOWDOWN)
     named = [node for other in c.mixed for node in other.nodes]
     rules.require(len(named) == len(set(named)), f"cluster.mixed must name every node once, got {sorted(named)!s:.80}")
     for other in c.mixed:

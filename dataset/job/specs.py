@@ -371,9 +371,7 @@ def spec_from_table(section: str, spec: type, table: Mapping[str, Any]) -> tuple
 def type_problems(section: str, spec: type, held: object) -> list[str]:
     """Fields of a dataclass that do not hold what they must: of an instance, or by name."""
     problems, values = [], held if isinstance(held, Mapping) else None
-    for name, hint in _hints(spec).items():
-        if values is not None and name not in values:
-            continue
+    for name, hint in ((name, hint) for name, hint in _hints(spec).items() if values is None or name in values):
         value, where = getattr(held, name) if values is None else values[name], f"{section}.{name}"
         kinds = get_args(hint) or (hint,)
         if get_origin(hint) is tuple and isinstance(value, tuple):

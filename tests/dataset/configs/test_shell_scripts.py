@@ -179,5 +179,5 @@ def test_a_word_that_grows_is_refused_with_its_length() -> None:
     long = "x" * 600_000
     with pytest.raises(JobError, match=r"at most 1048576 characters, got 1200000 in '\$A\$A'$"):
         read_script(f"A={long}\necho $A$A")
-    with pytest.raises(JobError, match=r"at most 1048576 characters, got 1200000 in A$"):
+    with pytest.raises(JobError, match=r"at most 1048576 characters, got 1200000 in 'A'$"):
         read_script(f"A={long}\nA+={long}")
