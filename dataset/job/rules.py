@@ -292,8 +292,9 @@ def _cluster(rules: Rules, job: JobTables) -> None:
     ]
     for table, key, value, limit in places:
         rules.require(0 <= value < limit, f"cluster.{table}: {key} must lie in 0 ... {limit - 1}, got {value}")
-    for slow in (*c.stragglers, *c.slow_links):  # neither infinitely so nor by no number
-        rules.lies("a slowdown", slow.slowdown, 1, MOST_SLOWDOWN)
+    slow: tuple[specs.Straggler | specs.SlowLink, ...] = (*c.stragglers, *c.slow_links)
+    for each in slow:  # neither infinitely so nor by no number
+        rules.lies("a slowdown", each.slowdown, 1, MOST_SLOWDOWN)
     named = [node for other in c.mixed for node in other.nodes]
     rules.require(len(named) == len(set(named)), f"cluster.mixed must name every node once, got {sorted(named)!s:.80}")
     for other in c.mixed:
