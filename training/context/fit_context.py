@@ -144,7 +144,8 @@ class Batch:
                 for level, inside in enumerate(alone * corrections[:, own].double().exp()):
                     if again or (number, level) not in self.paths:
                         self.paths[number, level] = critical_path(whole, inside)
-                    seconds.append(iteration_seconds(self.paths[number, level], inside))
+                    constant, counts = self.paths[number, level]
+                    seconds.append(counts @ inside + constant)  # whose backward is n_i
             levels = torch.stack(seconds).reshape(len(self.wholes), -1).T
             loss = loss + ITERATION_WEIGHT * iteration_loss(levels, self.measured).float()
         return loss
@@ -260,12 +261,6 @@ def critical_path(iteration: Iteration, inside: Tensor) -> tuple[float, Tensor]:
     seconds = inside.detach().double().numpy()
     total, counts = iteration.seconds_and_counts(seconds)
     return total - float(counts @ seconds), torch.from_numpy(counts).to(inside.dtype)
-
-
-def iteration_seconds(path: tuple[float, Tensor], inside: Tensor) -> Tensor:
-    """Iteration time along a critical path, whose backward is ``n_i``; ``inside`` is ``(nodes,)`` seconds."""
-    constant, counts = path
-    return counts @ inside + constant
 
 
 _UNKNOWN_LINKS = "loopback"  # of hardware without usual links: they are features of collectives, and teach nothing

@@ -236,15 +236,6 @@ class TracedKind(Saved):
             )
 
 
-def log_factors(kinds: Mapping[str, TracedKind], ops: Sequence[Op], labels: Sequence[str]) -> Array:
-    """Logarithm of the factor of each op, ``(len(ops),)``; ``labels`` are their kinds with precisions."""
-    out = np.zeros(len(ops))
-    for name, index in rows_by(labels).items():
-        if name in kinds:
-            out[index] = kinds[name].log_factor(np.array([op_position(ops[i]) for i in index]))
-    return out
-
-
 def fit_traced(
     ops: Sequence[Op], predicted: Array, measured: Array, labels: Sequence[str]
 ) -> tuple[dict[str, TracedKind], Array]:

@@ -21,7 +21,7 @@ from stepsight.dataset.hardware.hardware import BOX, Hardware, exponential_secon
 from stepsight.dataset.kinds import STREAMED
 from stepsight.dataset.kinds.op import DTYPE_BYTES, OP_KINDS, Op, OpKind
 from stepsight.features.node_features import OP_TERMS, op_feature_names, op_features, op_position, op_terms
-from stepsight.training.corrections.corrector import Corrector, TracedKind, log_factors
+from stepsight.training.corrections.corrector import Corrector, TracedKind, rows_by
 from stepsight.training.regression.regressor import Bounds, Regressor, SignatureRows, fit_regressor
 
 # Kernels with less than half of their base's efficiency are ignored, and so are those faster than their base.
@@ -202,10 +202,11 @@ class KernelModel(Saved):
             if not own.all():
                 others = [op for op, mine in zip(ops, own, strict=True) if not mine]
                 seconds[~own] = self.transfer.seconds(others, variants[~own])
-        if not self.traced:
-            return seconds
-        labels = [label(op.kind, op, self.hardware) for op in ops]
-        return np.asarray(seconds * np.exp(log_factors(self.traced, ops, labels)))
+        for name, index in rows_by(label(op.kind, op, self.hardware) for op in ops).items() if self.traced else ():
+            if name in self.traced:
+                factors = self.traced[name].log_factor(np.array([op_position(ops[i]) for i in index]))
+                seconds[index] *= np.exp(factors)
+        return seconds
 
     def variant(self, op: Op, software: str) -> int:
         """Index of a software among those that ran similar ops; 0, the one to predict for, if it ran none."""

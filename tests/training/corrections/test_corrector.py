@@ -12,6 +12,7 @@ import pytest
 
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.features.node_features import op_position
 from stepsight.training.collectives.between_nodes import KNOTS, SizeResidual
 from stepsight.training.corrections.calibration import NAMES, Constants
 from stepsight.training.corrections.corrector import (
@@ -25,7 +26,6 @@ from stepsight.training.corrections.corrector import (
     doubt,
     fit_neighbours,
     fit_traced,
-    log_factors,
 )
 from stepsight.training.corrections.residual import JobFeatures, Residual
 from stepsight.training.kernels.host_calls import Contention
@@ -124,8 +124,9 @@ def test_a_factor_of_a_kind_is_learned_and_fades_outside_its_sizes() -> None:
     predicted = np.array([op.num_bytes / 1e12 for op in OPS])
     kinds, left_out = fit_traced(OPS, predicted, 1.5 * predicted, LABELS)
     assert left_out[1:-1] == pytest.approx(np.log(1.5), rel=0.2)
-    inside = log_factors(kinds, [Op("add", (3 * 2**20,), "bf16")], ["add"])
-    far = log_factors(kinds, [Op("add", (2**40,), "bf16")], ["add"])
+    inside, far = (
+        kinds["add"].log_factor(op_position(Op("add", (size,), "bf16"))[None]) for size in (3 * 2**20, 2**40)
+    )
     assert inside == pytest.approx(np.log(1.5), rel=0.2) and abs(float(far[0])) < 0.01
 
 
