@@ -97,10 +97,9 @@ def _num_nodes(model: Any) -> int:
 
 def _set_dims(graph: Any, dims: Mapping[str, int]) -> str:
     """Set the sizes of symbolic dimensions of inputs; return a note if some have no size."""
-    missing: dict[str, None] = {}
-    constants = {tensor.name for tensor in graph.initializer}
-    for given in graph.input:
-        for dim in given.type.tensor_type.shape.dim if given.name not in constants else ():
+    missing, constants = dict[str, None](), {tensor.name for tensor in graph.initializer}
+    for given in (each for each in graph.input if each.name not in constants):
+        for dim in given.type.tensor_type.shape.dim:
             if not dim.HasField("dim_value") or dim.dim_value < 1:
                 if dim.dim_param not in dims:
                     missing[dim.dim_param or f"of {given.name}"] = None
@@ -161,6 +160,9 @@ class OnnxReader(ModelReader):
         elif not self._is_computed(node, reads, writes) and writes:
             is_view = node.op_type in _VIEWS
             self.add(self._found(node, reads), writes, node.name or node.op_type, None if is_view else node)
+            for mask in writes[1:] if node.op_type == "Dropout" else ():  # inference keeps all elements
+                if mask in self.shapes and self.affords(math.prod(self.shapes[mask])):
+                    self.constants[mask] = np.ones(self.shapes[mask], dtype=bool)
 
     def _infer(self, node: Any, reads: Sequence[str], writes: Sequence[str]) -> None:
         """Find shapes that follow from values, which the inference of the whole graph does not know."""

@@ -166,7 +166,7 @@ class TensorProgram(TensorStep):
                     outputs = [_exchanged(call, reads[0], list(self.axes).index(call.settings["axis"]), len(sizes))]
                 else:
                     ranks = [compute(call, [each[place] for each in reads], made) for place in np.ndindex(*sizes)]
-                    outputs = [np.stack(each).reshape(*sizes, *each[0].shape) for each in zip(*ranks, strict=True)]
+                    outputs = [np.stack(each).reshape((*sizes, *each[0].shape)) for each in zip(*ranks, strict=True)]
                 for name, value, shape in zip(call.writes, outputs, made, strict=True):
                     if value.shape != (*sizes, *shape):
                         raise ValueError(f"{name} has the shape {value.shape[len(sizes) :]}, the file says {shape}")

@@ -67,7 +67,7 @@ class ModelReader(ABC):
     def add(self, found: Found, writes: Sequence[str], name: str, node: Any) -> None:
         """Add a call, and as one of its own the bias that a product adds; ``node`` None: it only views tensors."""
         op, settings, reads = found
-        writes = writes[:1] if op == "reshape" else writes  # inference reads no mask of a dropout
+        writes = writes[:1] if op == "reshape" else writes  # the mask of a dropout is constant
         names = [self.same.get(each, each) for each in reads]
         self.unshaped |= {each: name for each in (*names, *writes) if each not in self.shapes}
         unknown = "" if node is None else self.kernels(node, self.shapes)[1]

@@ -216,3 +216,25 @@ def test_the_type_of_a_cast_is_no_stage_to_which_it_is_sent(tmp_path: Path) -> N
     program = TensorProgram.load(onnx_file(tmp_path / "a.onnx", nodes, X))
     values = program.random_values()
     assert np.allclose(program.run(values)["y"], values["x"] ** 2)
+
+
+def test_a_mask_of_a_dropout_that_is_read_later_is_whole(tmp_path: Path) -> None:
+    """Inference keeps all elements, so nobody is asked for a mask."""
+    nodes: list[Node] = [
+        ("Dropout", ["x"], ["a", "mask"], {}),
+        ("Cast", ["mask"], ["kept"], {"to": 1}),
+        ("Mul", ["a", "kept"], ["y"], {}),
+    ]
+    program = TensorProgram.load(onnx_file(tmp_path / "a.onnx", nodes, X))
+    values = program.random_values()
+    assert program.inputs == ("x",) and np.array_equal(program.run(values)["y"], values["x"])
+
+
+def test_single_numbers_are_computed_on_one_rank(tmp_path: Path) -> None:
+    """As in ONNX's own tests of gradients."""
+    path = onnx_file(
+        tmp_path / "a.onnx", [("ReduceSum", ["x"], ["a"], {"keepdims": 0}), ("Add", ["a", "a"], ["y"], {})], X
+    )
+    program = TensorProgram.load(path)
+    values = program.random_values()
+    assert program.run(values)["y"] == pytest.approx(2 * values["x"].sum())
