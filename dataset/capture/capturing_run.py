@@ -204,25 +204,21 @@ def issued_by_group(record: Mapping[str, Any]) -> dict[Ranks, list[Issued]]:
 
 def check_orders(ranks: Mapping[int, Mapping[Ranks, Sequence[Issued]]]) -> None:
     """Raise ``CaptureError``, with the script's lines, if two ranks differ in what they issue together."""
-    for one, other in combinations(sorted(ranks), 2):
-        for group in {*ranks[one], *ranks[other]}:
-            if {one, other} <= {*group}:
-                _compare((one, ranks[one].get(group, ())), (other, ranks[other].get(group, ())))
+    pairs = combinations(sorted(ranks), 2)
+    for one, other, group in ((*pair, group) for pair in pairs for group in {*ranks[pair[0]], *ranks[pair[1]]}):
+        sides = [ranks[rank].get(group, ()) if {one, other} <= {*group} else () for rank in (one, other)]
+        named = len({frozenset(name for name, *_ in side) for side in sides}) == 1  # else ranks name groups differently
 
+        def meeting(issued: Issued, named: bool = named) -> tuple[str, str, int]:
+            """What ranks that wait for each other have in common: parts of an all-to-all differ in size."""
+            name, kind, num_bytes, _ = issued
+            return name if named else "", kind, 0 if kind == "all_to_all" else num_bytes
 
-def _compare(one: tuple[int, Sequence[Issued]], other: tuple[int, Sequence[Issued]]) -> None:
-    named = {each[0] for each in one[1]} == {each[0] for each in other[1]}  # else ranks name their groups differently
-
-    def meeting(issued: Issued) -> tuple[str, str, int]:
-        """What ranks that wait for each other have in common: parts of an all-to-all differ in size."""
-        name, kind, num_bytes, _ = issued
-        return name if named else "", kind, 0 if kind == "all_to_all" else num_bytes
-
-    for place, pair in enumerate(zip_longest(one[1], other[1])):
-        if None in pair or meeting(pair[0]) != meeting(pair[1]):
-            mine, theirs = (
-                "{1} of {2} bytes in group {0}".format(*each) + (each[3] and f" at {each[3]}") if each else "none"
-                for each in pair
-            )
-            rule = f"ranks {one[0]} and {other[0]} would wait for each other forever: as number {place + 1} of their"
-            raise CaptureError(f"{rule} collectives rank {one[0]} issues {mine}, and rank {other[0]} {theirs}")
+        for number, pair in enumerate(zip_longest(*sides), 1):
+            if None in pair or meeting(pair[0]) != meeting(pair[1]):
+                mine, theirs = (
+                    "{1} of {2} bytes in group {0}".format(*each) + (each[3] and f" at {each[3]}") if each else "none"
+                    for each in pair
+                )
+                rule = f"ranks {one} and {other} would wait for each other forever: as number {number} of their"
+                raise CaptureError(f"{rule} collectives rank {one} issues {mine}, and rank {other} {theirs}")

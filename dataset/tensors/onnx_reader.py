@@ -50,7 +50,17 @@ def open_onnx(path: Path, dims: Mapping[str, int]) -> OnnxReader:
         rows = [(_title(node), node.input, node.output) for node in graph.node]
         check_order([*rows, ("the graph", [each.name for each in graph.output], [])], given)
         _check_ranges(graph)
-        hint = _set_dims(graph, dims)
+        missing, constants = dict[str, None](), {tensor.name for tensor in graph.initializer}
+        for each in (each for each in graph.input if each.name not in constants):
+            for dim in each.type.tensor_type.shape.dim:
+                if not dim.HasField("dim_value") or dim.dim_value < 1:
+                    if dim.dim_param not in dims:
+                        missing[dim.dim_param or f"of {each.name}"] = None
+                    dim.dim_value = dims.get(dim.dim_param, 1)
+        hint = f"dimensions {', '.join(missing)} are taken as 1: give their sizes with --dims" if missing else ""
+        del graph.value_info[:]
+        for output in graph.output:
+            output.type.tensor_type.ClearField("shape")
         for tensor in graph.initializer:
             if math.prod(tensor.dims) > _SMALL:
                 tensor.ClearField("raw_data")
@@ -93,21 +103,6 @@ def _num_nodes(model: Any) -> int:
 
     lists = (model.graph.initializer, model.graph.input, model.graph.output, model.graph.value_info)
     return max(sum(map(size, model.graph.node)), *map(len, lists))
-
-
-def _set_dims(graph: Any, dims: Mapping[str, int]) -> str:
-    """Set the sizes of symbolic dimensions of inputs; return a note if some have no size."""
-    missing, constants = dict[str, None](), {tensor.name for tensor in graph.initializer}
-    for given in (each for each in graph.input if each.name not in constants):
-        for dim in given.type.tensor_type.shape.dim:
-            if not dim.HasField("dim_value") or dim.dim_value < 1:
-                if dim.dim_param not in dims:
-                    missing[dim.dim_param or f"of {given.name}"] = None
-                dim.dim_value = dims.get(dim.dim_param, 1)
-    del graph.value_info[:]
-    for output in graph.output:
-        output.type.tensor_type.ClearField("shape")
-    return f"dimensions {', '.join(missing)} are taken as 1: give their sizes with --dims" if missing else ""
 
 
 def _title(node: Any) -> str:

@@ -164,7 +164,6 @@ class StreamContext:
 
 
 def current_stream(device: Any = None) -> Stream:
-    """The current stream."""
     return Stream(name=_worlds[0].stream)
 
 

@@ -199,11 +199,9 @@ def _waited(tables: _Tables, sums: list[tuple[Tensor, _Exchange | None]], batch:
 
 def _planned(self: Any, module: Any, sharders: Any = None, pg: Any = None) -> Any:
     """Each rank plans, which gives all the same; no other rank could send its plan."""
-    if sharders is None:
-        from torchrec.distributed.sharding_plan import get_default_sharders
+    from torchrec.distributed.sharding_plan import get_default_sharders
 
-        sharders = get_default_sharders()
-    return self.plan(module, sharders)
+    return self.plan(module, get_default_sharders() if sharders is None else sharders)
 
 
 def _pipelined(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -239,5 +237,4 @@ def _find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | 
 
 def install_tables() -> None:
     """Let torchrec's collections be sharded in this process, if a script imports it."""
-    finder: Any = SimpleNamespace(find_spec=_find_spec)
-    sys.meta_path.insert(0, finder)
+    sys.meta_path.insert(0, SimpleNamespace(find_spec=_find_spec))

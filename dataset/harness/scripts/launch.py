@@ -26,7 +26,6 @@ from ..running.box import run_box
 from ..running.workers import PIPES, end_with_launcher, how_ended, place, places, report, run_module
 from .step_marks import listening, watch_optimizers, watch_profilers
 
-SETTINGS = "settings.json"
 _TORCHRUN = {  # what scripts read; nobody listens at that address
     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "stepsight"
 }  # fmt: skip
@@ -79,7 +78,7 @@ def run_ranks(
     ``settings`` are those of ``run_rank``, without ``out``: ``folder``, which exists, gets what ranks measure.  Raises
     ``HarnessError`` with the script's own line if a rank failed, or the script cannot be measured.
     """
-    path, boxed = folder / SETTINGS, {"box": dict(ranks.box)} if ranks.box is not None else {}
+    path, boxed = folder / "settings.json", {"box": dict(ranks.box)} if ranks.box is not None else {}
     write_json(path, {**settings, **boxed, "out": str(folder.resolve())})
     refused, late, numbers = list[str](), dict[int, str](), ranks.numbers
 
