@@ -99,15 +99,6 @@ def clear_caches() -> None:
         memo.clear()
 
 
-def cache_entries() -> dict[str, int]:
-    """Number of entries by cache; caches of objects with the same name are added up."""
-    counts = {name: int(wrapper.cache_info().currsize) for name, wrapper in list(_FUNCTIONS.items())}
-    with _MEMOS_LOCK:
-        for memo in _MEMOS:
-            counts[memo.name] = counts.get(memo.name, 0) + len(memo)
-    return counts
-
-
 T = TypeVar("T", bound=type)
 Item = TypeVar("Item")
 

@@ -120,13 +120,8 @@ def first(args: Args) -> Dims:
     return (count(shapes[0]) if shapes else 0,)
 
 
-def rows(args: Args, index: int) -> Dims:
-    """``(rows, last dimension)`` of one input."""
-    return normed(args, index, -1)
-
-
 def normed(args: Args, index: int, weight: int) -> Dims:
-    """``(rows, hidden)`` of one input, where ``hidden`` spans the trailing dimensions that the weight has."""
+    """``(rows, hidden)`` of one input, where ``hidden`` spans the trailing dimensions of the weight (-1: the last)."""
     shape = shape_of(args, index)
     hidden = count(shape_of(args, weight)) or (shape[-1] if shape else 0)
     return count(shape) // hidden if hidden else 0, hidden

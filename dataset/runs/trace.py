@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -85,15 +85,10 @@ LEAST_PER_EVENT_S, USUAL_PER_EVENT_S, MOST_PER_EVENT_S = 1e-6, 2e-6, 4e-6
 MOST_DRIFT = 0.15
 
 
-class Correction(NamedTuple):
-    """Constants that turn profiled seconds into unprofiled ones."""
-
-    per_event_s: float  # to be taken off for every recorded call
-    drift: float  # factor on what is left of compute
-
-
-def profiling_correction(iteration_s: float, profiled_s: float, num_events: float, waited_share: float) -> Correction:
-    """Find the correction that turns a profiled step into a step without a profiler.
+def profiling_correction(
+    iteration_s: float, profiled_s: float, num_events: float, waited_share: float
+) -> tuple[float, float]:
+    """What turns a profiled step into one without a profiler: seconds off every recorded call, a factor on the rest.
 
     ``waited_share``: part of it spent waiting for other ranks.  Such time varies on its own account, so the two steps
     then say little about the profiler: the usual cost is assumed in that measure.
@@ -103,7 +98,7 @@ def profiling_correction(iteration_s: float, profiled_s: float, num_events: floa
         seen = min(max((iteration_s - profiled_s) / -num_events, LEAST_PER_EVENT_S), MOST_PER_EVENT_S)
         per_event = trust * seen + (1.0 - trust) * USUAL_PER_EVENT_S
     rest = max(profiled_s - per_event * num_events, 1e-3 * profiled_s)
-    return Correction(per_event, min(max(iteration_s / rest, 1.0 - MOST_DRIFT), 1.0 + MOST_DRIFT) ** trust)
+    return per_event, min(max(iteration_s / rest, 1.0 - MOST_DRIFT), 1.0 + MOST_DRIFT) ** trust
 
 
 def without_overhead(seconds: Floats, num_events: Floats, per_event_s: float, floor: float = 0.1) -> Floats:

@@ -284,26 +284,15 @@ def _aic_collective(dtype: str, told: str, kind: str, num_gpus: int, elements: i
     return Collective(benchmark_names()[kind], elements * _AIC["nccl_bytes"][told], num_gpus, num_gpus)
 
 
-# By table: what has its dtype, in words; its columns, that dtype first; and what makes work of the dtype as ops have
-# it, of the dtype as it is told and of the other cells.
-_AIC_TABLES: dict[str, tuple[str, str, Callable[..., Found]]] = {
-    "gemm": ("weights", "gemm_dtype m n k", lambda dtype, told, *mnk: Op("linear", _sizes(*mnk), dtype)),
-    "context_attention": (
-        "attention",
-        "attn_dtype kv_cache_dtype batch_size isl num_heads num_key_value_heads head_dim step window_size",
-        _aic_attention,
+# By table, what makes work of the dtype as ops have it, of the dtype as it is told and of the other cells.
+_AIC_WORK: dict[str, Callable[..., Found]] = {
+    "gemm": lambda dtype, told, *mnk: Op("linear", _sizes(*mnk), dtype),
+    "context_attention": _aic_attention,
+    "encoder_attention": lambda dtype, told, b, length, h, d: Op(
+        "attention", (*_sizes(b, h, h, length, length, d), 0), dtype
     ),
-    "encoder_attention": (
-        "attention",
-        "attn_dtype batch_size isl num_heads head_dim",
-        lambda dtype, told, b, length, h, d: Op("attention", (*_sizes(b, h, h, length, length, d), 0), dtype),
-    ),
-    "moe": (
-        "weights",
-        "moe_dtype num_tokens hidden_size inter_size topk num_experts moe_tp_size moe_ep_size distribution",
-        _aic_moe,
-    ),
-    "nccl": ("collectives", "nccl_dtype op_name num_gpus message_size", _aic_collective),
+    "moe": _aic_moe,
+    "nccl": _aic_collective,
 }
 _AIC_OPTIONAL = ("window_size", "step")  # 0 where they are missing
 _AIC_TEXTS = ("framework", "version", "device", "kernel_source", "op_name", "distribution")
@@ -321,13 +310,13 @@ def read_aiconfigurator(rows: Rows) -> None:
     """
     table = rows.path.name.removesuffix(".parquet").removesuffix("_perf")
     try:
-        if table not in _AIC_TABLES:
+        if table not in _AIC_WORK:
             rows.skip(f"{table}: no op of a training step", parquet_rows(rows.path))
             return
         found = read_parquet(rows.path)
     except OSError as error:
         raise rows.error(f"must be a Parquet file ({reason(error)})") from None
-    what, columns, convert = _AIC_TABLES[table]
+    what, columns = _AIC["tables"][table]
     every = (*_AIC_TEXTS[:4], "latency", *columns.split())
     if missing := [name for name in every if name not in found.column_names and name not in _AIC_OPTIONAL]:
         raise rows.error(f"the table must have columns {', '.join(every)}; {', '.join(missing)} missing")
@@ -339,7 +328,7 @@ def read_aiconfigurator(rows: Rows) -> None:
             if told not in _AIC["nccl_bytes" if table == "nccl" else "dtypes"]:
                 work: Found = f"{what} in {told}"
             else:
-                work = convert(_AIC["dtypes"].get(told, ""), told, *others)
+                work = _AIC_WORK[table](_AIC["dtypes"].get(told, ""), told, *others)
             software, fabric = f"{framework} {version} {kernel}{' fp8_block' if told == 'fp8_block' else ''}", ""
             if isinstance(work, Collective):
                 software, fabric = f"nccl {version} {told}", _AIC["fabrics"].get(device, "")

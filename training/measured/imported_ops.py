@@ -78,11 +78,11 @@ def host_step(graphs: GraphTable, places: Sequence[int]) -> HostStep | None:
         return None
     step_s = timed_s.pop()
     profiled = float(np.median([spans[number] for number in alike]))
-    correction = profiling_correction(step_s, profiled, float(steps[0].about["events"][0]), 0.0)
+    per_event_s, drift = profiling_correction(step_s, profiled, float(steps[0].about["events"][0]), 0.0)
     seconds = []
     for ops in (rows[number] for number in alike):
         traced, recorded = np.exp(ops["y"][:, 1].astype(np.float64)), ops["recorded"].astype(np.float64)
-        seconds.append(correction.drift * without_overhead(traced, recorded, correction.per_event_s))
+        seconds.append(drift * without_overhead(traced, recorded, per_event_s))
     first, kinds = rows[alike[0]], kind_names()
     known = [work_of(kinds[kind], exact) for kind, *exact in usual]
     calls = tuple(steps[alike[0]].about["calls"][0][call] for call in first["call"].tolist())

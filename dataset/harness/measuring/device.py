@@ -51,9 +51,12 @@ def parse(line: str) -> Sample | None:
     return Sample(numbers, tuple(name for bit, name in _REASON_NAMES.items() if mask & bit)) if numbers else None
 
 
-def summary(samples: Iterable[Sample]) -> dict[str, Any]:
-    """``{"samples": how many, "sm_mhz": {"median", "least"}, ..., "reasons": {reason: share}}``; empty without any."""
-    samples = list(samples)
+def clocks(ranks: Iterable[list[Sample]]) -> dict[str, Any]:
+    """``{"clocks": {"samples": how many, "sm_mhz": {"median", "least"}, ..., "reasons": {reason: share}}}``.
+
+    Of all ranks' GPUs together; empty if there is no sample.
+    """
+    samples = [Sample(*sample) for of in ranks for sample in of]  # from other ranks they come as lists
     if not samples:
         return {}
     found: dict[str, Any] = {"samples": len(samples)}
@@ -62,13 +65,7 @@ def summary(samples: Iterable[Sample]) -> dict[str, Any]:
             found[name] = {"median": statistics.median(values), "least": min(values)}
     counts = Counter(reason for sample in samples for reason in sample.reasons)
     found["reasons"] = {reason: round(count / len(samples), 3) for reason, count in sorted(counts.items())}
-    return found
-
-
-def clocks(samples: Iterable[list[Sample]]) -> dict[str, Any]:
-    """``{"clocks": summary}`` of all ranks' GPUs together; empty if there is no sample."""
-    found = summary(Sample(*sample) for of in samples for sample in of)  # from other ranks they come as lists
-    return {"clocks": found} if found else {}
+    return {"clocks": found}
 
 
 def _query(gpu: str, fields: Iterable[str]) -> list[str]:

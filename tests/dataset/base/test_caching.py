@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.base import caching as compiling
-from stepsight.dataset.base.caching import Memo, cache_entries, cached, clear_caches, compiled
+from stepsight.dataset.base.caching import Memo, cached, clear_caches, compiled
+from tests.cache_entries import cache_entries
 
 CALLS: list[int] = []
 

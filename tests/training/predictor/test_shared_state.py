@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.base.caching import cache_entries, clear_caches
+from stepsight.dataset.base.caching import clear_caches
 from stepsight.dataset.hardware.hardware import find_fabric, find_hardware
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.job.specs import Straggler
@@ -20,6 +20,7 @@ from stepsight.simulator.iteration.simulate import simulate
 from stepsight.training.prediction.prediction import ROOFLINE, predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.shipped.catalogue import shipped_predictor
+from tests.cache_entries import cache_entries
 
 A100, H100 = "a100-sxm-80gb", "h100-sxm-80gb"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.harness.measuring.device import Watch, ask, parse, summary
+from stepsight.dataset.harness.measuring.device import Watch, ask, clocks, parse
 
 LINES = ["1980, 3201, 41, 402.15, 0x0000000000000004", "1755, 3201, 44, [N/A], 0x0000000000000024", "[N/A], [N/A]", ""]
 TOOL = """#!/bin/sh
@@ -37,7 +37,7 @@ def _wait_for(condition: object) -> None:
 
 def test_samples_are_summed_up_and_what_is_unknown_left_out() -> None:
     samples = [sample for line in LINES if (sample := parse(line)) is not None]
-    assert summary(samples) == {
+    assert clocks([samples])["clocks"] == {
         "samples": 2,
         "sm_mhz": {"median": 1867.5, "least": 1755.0},
         "memory_mhz": {"median": 3201.0, "least": 3201.0},
@@ -45,7 +45,7 @@ def test_samples_are_summed_up_and_what_is_unknown_left_out() -> None:
         "power_w": {"median": 402.15, "least": 402.15},
         "reasons": {"power_cap": 1.0, "thermal": 0.5},
     }
-    assert summary([]) == {}
+    assert clocks([[]]) == {}
 
 
 def test_without_reasons_the_numbers_remain() -> None:
@@ -61,7 +61,7 @@ def test_a_gpu_is_watched_from_a_moment_on(unknown: str, tmp_path: Path, monkeyp
     assert ask("0", "driver_version") == ["580.159.03"]
     watch = Watch("0")
     _wait_for(lambda: len(watch.since(0.0)) > 2)
-    assert summary(watch.since(0.0))["sm_mhz"]["median"] == 1980.0
+    assert clocks([watch.since(0.0)])["clocks"]["sm_mhz"]["median"] == 1980.0
     assert watch.since(time.monotonic() + 1) == []
     watch.stop()
     assert watch._process is not None
