@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,8 +25,21 @@ class Trace:
 
     def segments(self) -> list[TracedSegment]:
         """Every forward, backward and optimizer segment, by rank and time; equal programs are one object."""
-        shared: dict[object, Program] = {}
-        return [segment for trace in self.ranks for segment in self._rank_segments(trace, shared)]
+        shared, found = dict[object, Program](), list[TracedSegment]()
+        for trace, (index, span) in ((rank, item) for rank in self.ranks for item in enumerate(rank.spans)):
+            nodes, slots = np.flatnonzero(trace.span == index), self.clean_slots[trace.rank]
+            if span.label == "step" or not len(nodes):
+                continue
+            program = trace.program.part(nodes, span.label)
+            program = shared.setdefault(program.digest_key, program)
+            wait = float(trace.wait_s[nodes].sum() + trace.tail_s[index])
+            compute = float(slots[nodes][trace.is_compute[nodes]].sum())
+            facts: dict[str, Any] = {name: getattr(span, name) for name in ("label", "step", "micro_batch", "stage")}
+            facts |= {name: getattr(trace, name)[nodes] for name in ("launch_s", "launch_events", "start_s")}
+            facts |= {"rank": trace.rank, "busy": self.manifest.busy, "run": self.manifest.name}
+            facts |= {"wait_s": wait, "span_s": compute + wait, "end_s": facts["start_s"] + trace.duration_s[nodes]}
+            found.append(TracedSegment(program=program, slot_s=slots[nodes], **facts))
+        return found
 
     @cached_property
     def rendezvous(self) -> list[dict[int, int]]:
@@ -62,22 +74,6 @@ class Trace:
         for nodes, drift in ((trace.is_compute, compute), (~trace.is_compute, 1.0)):
             slots[nodes] = drift * without_overhead(slots[nodes], trace.num_events[nodes], per_event_s)
         return slots
-
-    def _rank_segments(self, trace: RankTrace, shared: dict[object, Program]) -> Iterator[TracedSegment]:
-        slots = self.clean_slots[trace.rank]
-        for index, span in enumerate(trace.spans):
-            nodes = np.flatnonzero(trace.span == index)
-            if span.label == "step" or not len(nodes):
-                continue
-            program = trace.program.part(nodes, span.label)
-            program = shared.setdefault(program.digest_key, program)
-            wait = float(trace.wait_s[nodes].sum() + trace.tail_s[index])
-            compute = float(slots[nodes][trace.is_compute[nodes]].sum())
-            facts: dict[str, Any] = {name: getattr(span, name) for name in ("label", "step", "micro_batch", "stage")}
-            facts |= {name: getattr(trace, name)[nodes] for name in ("launch_s", "launch_events", "start_s")}
-            facts |= {"rank": trace.rank, "busy": self.manifest.busy, "run": self.manifest.name}
-            facts |= {"wait_s": wait, "span_s": compute + wait, "end_s": facts["start_s"] + trace.duration_s[nodes]}
-            yield TracedSegment(program=program, slot_s=slots[nodes], **facts)
 
 
 # Bounds and prior of the cost of one recorded call.

@@ -122,10 +122,9 @@ class Measurements:
             raise TableError(f"a table of measurements must be a Parquet file, got {path} ({reason(error)})") from None
         meta = (table.schema.metadata or {}).get(_META)
         if meta is None or table.schema.remove_metadata() != _schema():
-            raise TableError(
-                f"a table of measurements must have columns {', '.join(_schema().names)} and what stepsight wrote "
-                f"beside them, got {', '.join(table.column_names)} in {path}"
-            )
+            rule = f"a table of measurements must have columns {', '.join(_schema().names)}"
+            got = f"{', '.join(table.column_names)} in {path}"
+            raise TableError(f"{rule} and what stepsight wrote beside them, got {got}")
         shared: dict[tuple[Any, ...], Op | Collective] = {}
         works: list[Op | Collective] = []
         try:
@@ -158,12 +157,10 @@ def summary(table: Measurements) -> dict[str, Any]:
     microseconds = table.seconds * 1e6
     rows_of, skipped = Counter(table.source), dict(sorted(table.skipped.items()))
     files = {name: {"rows": rows_of[name], **asdict(table.files[name])} for name in sorted(table.files)}
-    spans = {str(kind): microseconds[kinds == kind] for kind in np.unique(kinds)}
+    by_kind = [(str(kind), microseconds[kinds == kind]) for kind in np.unique(kinds)]
     return {
         "rows": len(table),
-        "kinds": {
-            kind: {"rows": len(of), "min_us": float(of.min()), "max_us": float(of.max())} for kind, of in spans.items()
-        },
+        "kinds": {k: {"rows": len(us), "min_us": float(us.min()), "max_us": float(us.max())} for k, us in by_kind},
         **{f"{name}s": dict(sorted(Counter(getattr(table, name)).items())) for name in ("device", "fabric")},
         "software": dict(sorted(Counter(table.software).items())),
         "files": files,

@@ -122,17 +122,14 @@ def waiting(work: Any) -> AbstractContextManager[Any]:
     return _NOTHING if pending is None else torch.profiler.record_function(pending[1])
 
 
-def stood_in(
-    kind: str, num_bytes: int, ranks: Iterable[int], group_name: str, seconds: float
-) -> AbstractContextManager[Any]:
+def stood_in(kind: str, num_bytes: int, ranks: Iterable[int], name: str, seconds: float) -> AbstractContextManager[Any]:
     """The collective of an emulated rank; if no wrapped call encloses it (DDP's from C++), all of its facts."""
     if not _recorder.active:
         return _NOTHING
-    if hasattr(_recorder.inside, "call"):
-        return torch.profiler.record_function(f"stepsight::modelled seconds={seconds:.9f}")
     words = f"kind={kind} num_bytes={num_bytes} ranks={','.join(map(str, ranks))}"
-    words += f" group={_recorder.group_names.get(group_name, 'world')} async=1 seconds={seconds:.9f}"
-    return torch.profiler.record_function(f"stepsight::collective {words}")
+    words = f"collective {words} group={_recorder.group_names.get(name, 'world')} async=1"
+    words = "modelled" if hasattr(_recorder.inside, "call") else words
+    return torch.profiler.record_function(f"stepsight::{words} seconds={seconds:.9f}")
 
 
 def install() -> None:

@@ -82,9 +82,7 @@ CALLS: Mapping[str, CollectiveCall] = MappingProxyType(
 )
 
 # c10d function -> kind of collective, parameter that holds the full buffer, direction of a message
-WRAPPED: Mapping[str, tuple[str, str, str]] = MappingProxyType(
-    {name: (kind, *how) for kind, call in CALLS.items() for name, how in call.wrapped.items()}
-)
+WRAPPED = {name: (kind, *how) for kind, call in CALLS.items() for name, how in call.wrapped.items()}
 
 
 def collective_call(kind: str, group_size: int) -> CollectiveCall:

@@ -45,7 +45,7 @@ class Stage(nn.Module):
         if shape.family == "t5":  # never in a pipeline
             count = shape.encoder_layers
             layers: list[nn.Module] = [Layer(shape, f"encoder{at}", last=at == count - 1) for at in range(count)]
-            layers += [Decoder(shape, f"decoder{at}") for at in range(shape.layers)]
+            layers += [Layer(shape, f"decoder{at}", crosses=True) for at in range(shape.layers)]
         else:  # split evenly, earlier stages take the remainder
             each, more = divmod(shape.layers, num_stages)
             first = stage * each + min(stage, more)
@@ -189,27 +189,21 @@ class Residual(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and MLP; the last layer of an encoder (t5) ends with the encoder's norm."""
+    """Attention and MLP; the last layer of an encoder (t5) ends with the encoder's norm.
 
-    def __init__(self, shape: Shape, name: str, *, last: bool = False) -> None:
+    A layer of t5's decoder has a look at the encoder's output in between.
+    """
+
+    def __init__(self, shape: Shape, name: str, *, last: bool = False, crosses: bool = False) -> None:
         super().__init__()
         self.attention, self.mlp = Residual(shape, Attention, name), Residual(shape, MLP, name)
         self.end_norm = Norm(shape) if last else None
+        self.cross = Residual(shape, CrossAttention, name) if crosses else None
 
-    def forward(self, x: Tensor, positions: Any = None) -> Tensor:
-        y: Tensor = self.mlp(self.attention(x, positions))
+    def forward(self, x: Tensor, positions: Any = None, far: Tensor | None = None) -> Tensor:
+        x = self.attention(x, positions)
+        y: Tensor = self.mlp(x if self.cross is None else self.cross(x, far))
         return y if self.end_norm is None else self.end_norm(y)
-
-
-class Decoder(Layer):
-    """One layer of t5's decoder, with a look at the encoder's output in between."""
-
-    def __init__(self, shape: Shape, name: str) -> None:
-        super().__init__(shape, name)
-        self.cross = Residual(shape, CrossAttention, name)
-
-    def forward(self, x: Tensor, positions: Any, far: Tensor) -> Tensor:  # type: ignore[override]
-        return self.mlp(self.cross(self.attention(x, positions), far))
 
 
 class RelativePositions(nn.Module):

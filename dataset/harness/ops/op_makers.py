@@ -157,6 +157,10 @@ def _cross_entropy_backward(pool: Pool, rows: int, vocab: int) -> Made:
     return (lambda exp, targets: run(exp, scale, scale[0], targets, 0)), (rows, vocab), partial(pool.ids, rows, vocab)
 
 
+def _norm_of(*gradients: Tensor) -> Tensor:
+    return torch.nn.utils.get_total_norm(gradients)
+
+
 def _each(function: Run, operands: int = 1) -> Maker:
     """``function`` of so many vectors."""
     return lambda pool, numel: (function, *[(numel,)] * operands)
@@ -307,12 +311,8 @@ MAKERS: dict[str, Maker] = {
     "attention_backward": partial(_attention, backward=True),
     "mla_attention": partial(_attention, latent=True),
     "mla_attention_backward": partial(_attention, latent=True, backward=True),
-    "grouped_linear": lambda pool, groups, m, n, k: (
-        _grouped(pool, groups, m, n, k),
-        (m, k),
-        partial(pool.turned, groups, n, k),
-    ),
-    "grouped_linear_dgrad": lambda pool, groups, m, n, k: (_grouped(pool, groups, m, k, n), (m, n), (groups, n, k)),
+    "grouped_linear": lambda pool, g, m, n, k: (_grouped(pool, g, m, n, k), (m, k), partial(pool.turned, g, n, k)),
+    "grouped_linear_dgrad": lambda pool, g, m, n, k: (_grouped(pool, g, m, k, n), (m, n), (g, n, k)),
     "grouped_linear_wgrad": _grouped_wgrad,
     **{kind: partial(_permute, kind) for kind in ("permute", "unpermute", "unpermute_backward")},
     "embedding": lambda pool, tokens, hidden, vocab: (F.embedding, partial(pool.ids, tokens, vocab), (vocab, hidden)),
@@ -324,19 +324,9 @@ MAKERS: dict[str, Maker] = {
     "layer_norm": _layer_norm,
     "layer_norm_backward": _layer_norm_backward,
     "rms_norm": lambda _, rows, hidden: (composite.rms_norm, (rows, hidden), (hidden,)),
-    "rms_norm_backward": lambda _, rows, hidden: (
-        composite.rms_norm_backward,
-        (rows, hidden),
-        (rows, hidden),
-        (hidden,),
-        (rows, 1),
-    ),
+    "rms_norm_backward": lambda _, rows, n: (composite.rms_norm_backward, (rows, n), (rows, n), (n,), (rows, 1)),
     "softmax": lambda _, *shape: (partial(torch.softmax, dim=-1), shape),
-    "softmax_backward": lambda _, *shape: (
-        (lambda grad, y: _aten._softmax_backward_data(grad, y, -1, y.dtype)),
-        shape,
-        shape,
-    ),
+    "softmax_backward": lambda _, *xy: ((lambda g, y: _aten._softmax_backward_data(g, y, -1, y.dtype)), xy, xy),
     "cross_entropy": lambda pool, rows, vocab: (_cross_entropy, (rows, vocab), partial(pool.ids, rows, vocab)),
     "cross_entropy_backward": _cross_entropy_backward,
     "gelu": _each(composite.gelu),
@@ -359,10 +349,7 @@ MAKERS: dict[str, Maker] = {
     "cast": _each(lambda x: x.to(torch.bfloat16 if x.dtype == torch.float32 else torch.float32)),
     "adamw": lambda pool, numel, tensors: (_adamw(pool.device, pool.dtype, numel, tensors),),
     "adamw_host": _adamw_host,
-    "grad_norm": lambda _, numel, tensors: (
-        (lambda *grads: torch.nn.utils.get_total_norm(grads)),
-        *[(max(1, numel // tensors),)] * tensors,
-    ),
+    "grad_norm": lambda _, numel, count: (_norm_of, *[(max(1, numel // count),)] * count),
     "to_host": _host_copy,
     "from_host": partial(_host_copy, back=True),
     "conv": _convolution,

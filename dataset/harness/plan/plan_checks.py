@@ -76,8 +76,7 @@ def check_plan(plan: Any) -> dict[str, Any]:
 
 def _run_problems(run: dict[str, Any], ranks: int) -> list[str]:
     """Check a run; ``ranks`` is the number of ranks of the box, or 0 without a box."""
-    unknown = sorted(set(run) - {"name", "role", "job", *(("sleeps",) if ranks else ("stand_in", "table")), *OPTIONS})
-    problems = name_problems(run) + [f"unknown key {key!r:.80}" for key in unknown]
+    problems = item_problems(run, "role", "job", *(("sleeps",) if ranks else ("stand_in", "table")), *OPTIONS)
     for key, default in OPTIONS.items():
         value, least = run.get(key, default), {"warmup": 1 if ranks else 2, "profile_steps": 0}.get(key, 1)
         problems += number_problems(key, value, least)
@@ -95,13 +94,10 @@ def _run_problems(run: dict[str, Any], ranks: int) -> list[str]:
 
 def _event_problems(event: dict[str, Any]) -> list[str]:
     """Check what an event file measures."""
-    unknown = sorted(set(event) - {"name", "world_size", "ops", "collectives", "seconds"})
-    size: Any = event.get("world_size")
-    seconds: Any = event.get("seconds")
-    problems = name_problems(event) + [f"unknown key {key!r:.80}" for key in unknown]
+    problems, size = item_problems(event, "world_size", "ops", "collectives", "seconds"), event.get("world_size")
     problems += number_problems("world_size", size, 1)
-    if not is_of(seconds, float) or not seconds > 0:
-        problems.append(f"seconds must be > 0, got {seconds!r:.80}")
+    if not is_of(event.get("seconds"), float) or not event["seconds"] > 0:
+        problems.append(f"seconds must be > 0, got {event.get('seconds')!r:.80}")
     for key in ("ops", "collectives"):
         if not isinstance(event.get(key, []), list):
             return [*problems, f"{key} must be a list, got {event[key]!r:.80}"]
@@ -203,11 +199,12 @@ def are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(is_of(value, int) and value >= 0 for value in values)
 
 
-def name_problems(item: dict[str, Any]) -> list[str]:
-    """Check the name of a run or an event file, which becomes a file's name."""
+def item_problems(item: dict[str, Any], *keys: str) -> list[str]:
+    """Check the name of a run or an event file, which becomes a file's name, and that all other keys are known."""
     name = item.get("name")
     good = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+-]*", name)
-    return [] if good else [f"name must be letters, digits, '_', '.', '+' and '-', got {name!r:.80}"]
+    named = [] if good else [f"name must be letters, digits, '_', '.', '+' and '-', got {name!r:.80}"]
+    return named + [f"unknown key {key!r:.80}" for key in sorted(set(item) - {"name", *keys})]
 
 
 def form_problems(job: Any) -> list[str]:
@@ -339,10 +336,9 @@ _ITEMS = ("forward", "backward", "weight")  # of a step
 
 def sleeping_run_problems(run: dict[str, Any], ranks: int) -> list[str]:
     """Check the job and the ``sleeps`` of a run for a box with a number of ranks."""
-    job: Any = run.get("job")
-    sleeps: Any = run.get("sleeps")
+    job, sleeps = run.get("job"), run.get("sleeps")
     rules = Rules(job_problems(job, boxed=True))
-    if form_problems(job):
+    if not isinstance(job, dict) or form_problems(job):
         return rules
     if not isinstance(sleeps, dict) or set(sleeps) != _SLEEPS:
         got = sorted(sleeps) if isinstance(sleeps, dict) else sleeps

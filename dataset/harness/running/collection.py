@@ -45,19 +45,19 @@ class Collection:
         self.plan, self.out, self._report = plans.check_plan(plan), out, report
         torch.set_num_threads(1)
         local_rank, self.local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        wanted = "cpu" if "box" in self.plan else self.plan["device"]  # no rank computes in a box
+        self.boxed = {"box": self.plan["box"]} if "box" in self.plan else {}
+        wanted = "cpu" if self.boxed else self.plan["device"]  # no rank computes in a box
         self.device = _device(wanted, local_rank, self.local_size)
-        if "box" in self.plan:
+        if self.boxed:
             cores.hurry_communication()
         nccl = self.device.type == "cuda" and int(os.environ["WORLD_SIZE"]) > 1  # a single rank has no communication
         with cores.any_core():
             join("nccl" if nccl else "gloo", self.device if nccl else None)
-        if "box" in self.plan:
+        if self.boxed:
             cores.go_first()
         elif self.device.type == "cpu":  # a GPU's rank is left alone: its autograd thread needs a core beside it
             cores.pin(local_rank)
-        if self.device.type == "cuda":
-            torch.backends.cuda.matmul.allow_tf32 = False  # fp32 is fp32, whatever the environment says
+        torch.backends.cuda.matmul.allow_tf32 = False  # fp32 is fp32, whatever the environment says
         annotate.install()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.versions = {"torch": torch.__version__, "python": platform.python_version()}
@@ -215,8 +215,8 @@ class Collection:
         }
         if "stand_in" in run:
             manifest["stand_in"] = {"rank": first}
-        if "sleeps" in run:
-            manifest["box"] = self.plan["box"]
+        if self.boxed:
+            manifest |= self.boxed
             write_json(folder / "records.json", {"steps": [step for steps in state["records"] for step in steps]})
         write_json(folder / "manifest.json", manifest)
 
@@ -226,15 +226,14 @@ class Collection:
             if event["world_size"] != self.size or self._agreed(path.exists()):
                 continue
             self._say(f"events {event['name']}")
-            boxed = {"box": self.plan["box"]} if "box" in self.plan else {}
             free_memory()
             if self.size == 1 and self.device.type == "cpu":
                 cores.compute_in_real_time()
             began = time.monotonic()
-            result = measure_events(event, self.device, self._say, asleep=bool(boxed))
+            result = measure_events(event, self.device, self._say, asleep=bool(self.boxed))
             samples = gather(self._watch.since(began) if self._watch is not None else [])
             if self.rank == 0:
-                head = {"schema": 1, "busy": self.local_size, "world_size": self.size, **self.compile, **boxed}
+                head = {"schema": 1, "busy": self.local_size, "world_size": self.size, **self.compile, **self.boxed}
                 facts = {"fingerprint": self.fingerprint, "versions": self.versions, **clocks(samples)}
                 write_json(path, {**head, **facts, **result})
 

@@ -147,12 +147,11 @@ def run_module(
     All share ``folder`` and inherit ``descriptors``; ``each`` tells one its place.  What they print is logged, what
     they report is passed on.  Returns ``Workers.code``, and the last line before a failure.
     """
-    package = (__package__ or "harness.running").rpartition(".")[0]
+    package, last = (__package__ or "harness.running").rpartition(".")[0], ""
     environment = {**os.environ, **WORKER_ENVIRONMENT}
     if "." not in package:  # copied as one folder: its parent must be importable
         parents = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, parents))
-    last = ""
     log.parent.mkdir(parents=True, exist_ok=True)
     with meeting_file(folder) as meeting, log.open("a", encoding="utf-8") as stream:
         command = [sys.executable, "-P", "-m", f"{package}.{module}", *arguments]
@@ -221,10 +220,8 @@ def join(backend: str, device: torch.device | None = None) -> None:
     import torch.distributed as dist
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    file = os.environ.get(FILE)
-    store: Any
-    if file:
-        store = dist.FileStore(file, size)  # type: ignore[attr-defined]
+    if file := os.environ.get(FILE):
+        store: Any = dist.FileStore(file, size)  # type: ignore[attr-defined]
     else:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         interface = _interface_to(host, port)
