@@ -6,10 +6,8 @@ Register a part in Python, for the running process::
     from stepsight.registries import HARDWARE
     HARDWARE.register("my-gpu", replace(HARDWARE["h100-sxm-80gb"], name="my-gpu", memory_bytes=96e9))
 
-or let a package bring it to every process that has the package installed (``pyproject.toml`` of the package)::
-
-    [project.entry-points."stepsight.hardware"]
-    my-gpu = "my_package:my_gpu"
+or let a package bring it by an entry point of the group, ``[project.entry-points."stepsight.hardware"]`` in its
+``pyproject.toml``.
 
 ====================  ==============================  ==============================================
 registry              entry points' group             a part is a

@@ -17,7 +17,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.experiments.page import views
 from stepsight.experiments.page.controls import VALUE, button, chips, html, on_choice, section, slider, text_input
 from stepsight.experiments.questions.traced_runs import ReplayedRun
-from stepsight.experiments.questions.what_if import changed_run
+from stepsight.experiments.questions.what_if import what_if
 from stepsight.experiments.reports.job_texts import written_text
 from stepsight.experiments.reports.text_table import words
 from stepsight.experiments.search.choices import SearchResult
@@ -161,7 +161,7 @@ class TraceSection:
         turned: dict[str, Any] = {switched: not getattr(self._asked, switched)} if switched else {}
         self._changed.content, self._asked = "", replace(self._asked, **turned)
         asked = self._asked
-        told = None if asked == TraceChanges() else await run.io_bound(changed_run, found, asked)
+        told = None if asked == TraceChanges() else await run.io_bound(what_if, found, asked)
         if told is not None and asked == self._asked:
             every = {"change": "all of them", "step_s": told["changed_s"], "speedup": told["speedup"]}
             rows = [[each["change"], seconds_text(each["step_s"]), f"{each['speedup']:.2f}"]

@@ -6,19 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from itertools import starmap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.page import charts
 from stepsight.experiments.page.charts import BLUE, GREEN, GREY, ORANGE, SCRIPT, bars, lines, timeline_html
 from stepsight.experiments.questions.compare import comparison_tables, letters_of
 from stepsight.experiments.reports.text_table import shown, words
+from stepsight.experiments.search.choices import Choice, SearchResult, front_of
 from stepsight.simulator.memory.estimate import FIELDS
 from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE, interval_text, seconds_text
-
-if TYPE_CHECKING:
-    from stepsight.dataset.job.job import Job
-    from stepsight.experiments.search.choices import Choice, SearchResult
-    from stepsight.training.prediction.prediction import Prediction
+from stepsight.training.prediction.prediction import Prediction
 
 Facts = Mapping[str, Any]
 STAGES_DRAWN, MOST_POINTS = 8, 800  # of a pipeline's memory over time: stages, and points of each
@@ -252,8 +250,6 @@ def timed_choices(result: SearchResult) -> list[Choice]:
 
 def search_view(result: SearchResult, chosen: int | None = None) -> str:
     """The strategies of a search: time over memory, the front, regret and doubt; ``chosen``: number of one of them."""
-    from stepsight.experiments.search.choices import front_of
-
     choices, goal = timed_choices(result), result.goal
     costs = [goal.objectives(choice.job, choice.timed)["cost"] for choice in choices]
     dearest = max((cost for cost in costs if cost is not None), default=None)

@@ -69,8 +69,7 @@ def run_side(path: Path) -> Side:
             facts = {"ranks": found.world_size, **{f"versions.{key}": v for key, v in found.versions.items()}}
         own = {} if found.job is None else _flat(found.job)
         side = Side(found.name, measured_step(folder), True, {**own, **facts})
-    if traced is not None:
-        side = _with_traces(side, ReplayedRun.of(traced))
+    side = side if traced is None else _with_traces(side, ReplayedRun.of(traced))
     if not side.seconds:
         raise StepsightError(f"compare needs a run with timed or traced steps, got {path}")
     return side

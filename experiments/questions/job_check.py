@@ -91,9 +91,8 @@ def lowered_works(lowered: Lowered, stage: int) -> Counter[Work]:
 
 
 def traced_works(graph: Program) -> tuple[dict[Work, float], dict[Work, float]]:
-    """How often a rank runs each op and collective in one traced step, and for how many seconds.
-
-    The kernels of one framework call are one op; calls of which nobody knows are ops by themselves.
+    """How often a rank runs each op and collective in one traced step, and for how many seconds; the kernels of one
+    framework call are one op.
     """
     inside = np.flatnonzero((graph.columns["step"] >= 0) & graph.on_device & (graph.columns["work"] >= 0))
     steps, count, seconds = max(len(graph.steps_s), 1), defaultdict[Work, float](float), defaultdict[Work, float](float)

@@ -19,13 +19,9 @@ from stepsight.simulator.replay.replay import Walk, replay
 _HOST_LIMIT = 50.0  # percent of the critical path from which the host limits a step
 
 
-def what_if(path: Path, wanted: TraceChanges) -> dict[str, Any]:
+def what_if(source: Path | ReplayedRun, wanted: TraceChanges) -> dict[str, Any]:
     """Compute one run: the unchanged replayed step, the step after each change, and with all changes."""
-    return changed_run(ReplayedRun.of(one_run(path, "what-if")), wanted)
-
-
-def changed_run(found: ReplayedRun, wanted: TraceChanges) -> dict[str, Any]:
-    """``what_if`` of a run that was read."""
+    found = ReplayedRun.of(one_run(source, "what-if")) if isinstance(source, Path) else source
     traced = traced_device(found.run, wanted.on, wanted.on_fabric) if wanted.by_predictor or wanted.on else None
     asked = _changes(wanted, traced)
     if not asked:
@@ -41,7 +37,7 @@ def changed_run(found: ReplayedRun, wanted: TraceChanges) -> dict[str, Any]:
         free = replay(changes.as_device_graph(changed, changes.Tally())).replayed_s
         host_saves = 100.0 * (1.0 - free / after.replayed_s)
     device = sum(graph.device_time_s for graph in found.run.graphs) or 1.0
-    source = None if traced is None else predictor_name(traced[0])
+    by = None if traced is None else predictor_name(traced[0])
     return {
         "run": found.run.name,
         "measured_s": found.profiled.measured_s,
@@ -54,7 +50,7 @@ def changed_run(found: ReplayedRun, wanted: TraceChanges) -> dict[str, Any]:
         "host_percent": _host_percent(found.base.walked),
         "changed_host_percent": changed_host,
         "host_saves_percent": host_saves,
-        "traced_on": traced and {"hardware": traced[0], "fabric": traced[1].name, "predictor": source},
+        "traced_on": traced and {"hardware": traced[0], "fabric": traced[1].name, "predictor": by},
         "predicted_percent": min(100.0 * tally.predicted_s / device, 100.0),
         "scaled_percent": min(100.0 * tally.scaled_s / device, 100.0),
         "warnings": found.warnings,

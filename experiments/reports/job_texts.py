@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stepsight.dataset.base.errors import shorten
 from stepsight.dataset.configs.formats import ConfigJob
@@ -14,10 +14,8 @@ from stepsight.dataset.job.frameworks import LIBRARIES
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.reports.text_table import Column, Columns, Number, table, table_of
 from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE, seconds_text
-
-if TYPE_CHECKING:
-    from stepsight.training.prediction.prediction import Prediction
-    from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.prediction.prediction import Prediction
+from stepsight.training.predictor.predictor import Predictor
 
 TIGHT = "tight: the allocator's usual slack does not fit"
 

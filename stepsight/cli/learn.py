@@ -20,13 +20,11 @@ Runs = Annotated[
     Path,
     typer.Argument(
         help="Table of measured runs (.csv or .csv.gz), one row for each run, as examples/runs.csv; "
-        "`evaluate --explain-columns` lists its columns. `evaluate` also takes a collection.",
+        "`evaluate --explain-columns` lists its columns. `evaluate` also takes a collection."
     ),
 ]
 RowSource = Annotated[
-    str,
-    "--source",
-    typer.Option(help="Use only rows whose source contains this text or matches this pattern."),
+    str, "--source", typer.Option(help="Use only rows whose source contains this text or matches this pattern.")
 ]
 
 

@@ -230,10 +230,7 @@ def demo_command(*, out: Annotated[Path, "-o"] = Path("runs/demo")) -> Answer:
 
 
 def doctor_command(
-    run: Annotated[Path | None, typer.Argument(metavar="RUN")] = None,
-    *,
-    job: Path | None = None,
-    source: LearnedSource,
+    run: Annotated[Path | None, typer.Argument(metavar="RUN")] = None, *, job: Path | None = None, source: LearnedSource
 ) -> Answer:
     """Check this machine: libraries, GPUs, links, load, and what can be collected here. Or find out why a traced run
     is slow.

@@ -248,11 +248,9 @@ def progress(what: str) -> Callable[..., None]:
 
     def show(done: int, of: int | str, more: str = "") -> None:
         nonlocal last
-        if sys.stderr.isatty() and done == of:
-            typer.echo("\r\x1b[K", nl=False, err=True)
-        elif time.monotonic() - last >= pause:
+        line = "" if pause < 1 and done == of else f"{what} {done}{f'/{of}' if of else ''}  {printable(more)}".rstrip()
+        if not line or time.monotonic() - last >= pause:
             last = time.monotonic()
-            over, end = ("\r\x1b[K", False) if sys.stderr.isatty() else ("", True)
-            typer.echo(f"{over}{what} {done}{f'/{of}' if of else ''}  {printable(more)}".rstrip(), nl=end, err=True)
+            typer.echo(f"\r\x1b[K{line}" if pause < 1 else line, nl=pause >= 1, err=True)
 
     return show

@@ -115,8 +115,7 @@ def show_command(path: Path | None = None, other: Path | None = None, *, table: 
 
 
 def experiment_command(
-    context: typer.Context,
-    name: Annotated[str, typer.Argument(help="A study; without a name all are listed.")] = "",
+    context: typer.Context, name: Annotated[str, typer.Argument(help="A study; without a name all are listed.")] = ""
 ) -> None:
     """Run a study that measures an accuracy that the documentation states. Each study has its own options; all have
     `--json` and `--help`.

@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.job.schedules import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    Schedule,
-    ScheduleKind,
-)
+from stepsight.dataset.job.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule, ScheduleKind
 from stepsight.simulator.clock.track import run_track, track
 
 SIZES = ((2, 2), (2, 8), (3, 6), (4, 4), (4, 8), (4, 13), (8, 32))

@@ -147,7 +147,7 @@ def test_files_of_facts(tmp_path: Path, name: str, text: str, nouns: list[str], 
         ("", r"job.toml: a job needs a table \[model\]"),
         ("[cluster]\nnodes = 1\n", r"job.toml: a job needs a table \[model\]"),
         (GPU.replace('"gpu"', '"tpu"'), "job.toml: hardware my-gpu: kind must be gpu or cpu, got 'tpu'"),
-        ("[mine]\ndropout = 'x'\n", "job.toml: framework mine: dropout must be like 0.0, got 'x'"),
+        ("[mine]\ndropout = 'x'\n", "job.toml: framework.mine.dropout must be a number, got 'x'"),
         ("x =", "job.toml is not valid TOML"),
     ],
 )
