@@ -14,7 +14,7 @@ from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.tasks.settings import TraceChanges
 from stepsight.simulator.replay import changes
 from stepsight.simulator.replay.causes import critical_path
-from stepsight.simulator.replay.replay import Walk, replay
+from stepsight.simulator.replay.replay import ReplayTimes, replay
 
 _HOST_LIMIT = 50.0  # percent of the critical path from which the host limits a step
 
@@ -57,7 +57,7 @@ def what_if(source: Path | ReplayedRun, wanted: TraceChanges) -> dict[str, Any]:
     }
 
 
-def _host_percent(walked: Walk) -> float:
+def _host_percent(walked: ReplayTimes) -> float:
     """Share of the critical path that is work of the host, percent; 0 for ranks that compute on their host."""
     path = critical_path(walked)
     whole = sum(path.values())

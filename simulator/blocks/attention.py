@@ -30,15 +30,15 @@ from dataclasses import dataclass, replace
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.layer_parts import (
     column_linear,
+    column_parallel,
     eager_rope,
     enter,
-    entered,
     fork,
     leave,
-    left,
     linear,
     norm,
     row_linear,
+    row_parallel,
 )
 from stepsight.simulator.blocks.step import Block, Comm, Item, Join, RankShape, Saved, Step, in_module
 
@@ -211,7 +211,7 @@ def attention(shape: RankShape, *, causal: bool = True, rotary: bool = False) ->
     out = row_linear(shape, "out", shape.model.hidden, heads.heads * heads.v_dim)
     if shape.kernels.keeps_projections and shape.tp.size == 1:  # then a product is the last op of its step
         qkv, out = replace(qkv, output_kept=True), replace(out, output_kept=True)
-    return (*entered(shape, qkv), *norms, *rope, *core(shape, heads), *left(shape, out))
+    return (*column_parallel(shape, qkv), *norms, *rope, *core(shape, heads), *row_parallel(shape, out))
 
 
 def self_heads(shape: RankShape, causal: bool) -> Heads:

@@ -232,7 +232,7 @@ def leave(shape: RankShape, *, operand: bool = False) -> tuple[Step, ...]:
     return tuple([Step(step.name, step.backward, step.forward) for step in enter(shape, operand=operand)])
 
 
-def entered(shape: RankShape, linear: Step) -> Block:
+def column_parallel(shape: RankShape, linear: Step) -> Block:
     """A column-parallel linear after the collective of ``enter``; the two overlap if ``overlap_tp`` says so.
 
     Backward then gathers the input again beside the gradient of the input, and sums that beside the weights'
@@ -254,7 +254,7 @@ def entered(shape: RankShape, linear: Step) -> Block:
     )
 
 
-def left(shape: RankShape, linear: Step) -> Block:
+def row_parallel(shape: RankShape, linear: Step) -> Block:
     """A row-parallel linear before the collective of ``leave``; the two overlap if ``overlap_tp`` splits it."""
     if shape.overlap_tp not in SPLIT_TP or shape.tp.size == 1 or not shape.sequence_parallel:
         return (linear, *leave(shape, operand=True))
@@ -336,7 +336,7 @@ def mlp(shape: RankShape, ffn: int = 0, prefix: str = "", *, keeps: str = "") ->
     model, own = shape.model, (ffn or shape.model.ffn) // shape.tp.size
     first, width = ("gate_up", 2 * own) if model.gated_mlp else ("fc1", own)
     return (
-        *entered(shape, column_linear(shape, prefix + first, width, model.hidden, keeps=keeps)),
+        *column_parallel(shape, column_linear(shape, prefix + first, width, model.hidden, keeps=keeps)),
         activation(shape, shape.rows, own),
-        *left(shape, row_linear(shape, prefix + ("down" if model.gated_mlp else "fc2"), model.hidden, own)),
+        *row_parallel(shape, row_linear(shape, prefix + ("down" if model.gated_mlp else "fc2"), model.hidden, own)),
     )

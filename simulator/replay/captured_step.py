@@ -20,7 +20,7 @@ from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.durations.latency_model import HostTimes, LatencyModel, host_times
 from stepsight.simulator.durations.segment_timing import timer_of
-from stepsight.simulator.replay.replay import Walk, join, walk
+from stepsight.simulator.replay.replay import ReplayTimes, find_times, join
 from stepsight.simulator.replay.step_timeline import StepWriter
 
 Floats = NDArray[np.float64]
@@ -38,7 +38,7 @@ CAUSES = (
 class CapturedStep:
     """A timed step of some ranks."""
 
-    walked: Walk  # when each node starts and ends, the graphs one after the other
+    walked: ReplayTimes  # when each node starts and ends, the graphs one after the other
     graphs: tuple[Program, ...]  # of the ranks, with durations
     alone: tuple[Floats, ...]  # seconds of each distinct signature of each rank, without what overlap and context add
     # (causes, n) of each rank: seconds, within the durations, that collectives of CAUSES beside nodes take
@@ -87,7 +87,7 @@ def time_captured(graphs: Sequence[Program], latency: LatencyModel) -> CapturedS
         targets = np.where(joined.meeting[nodes] >= 0, joined.meeting[nodes], nodes)
         np.maximum.at(joined.ready, targets, done[: len(nodes)])
     try:
-        return CapturedStep(walk(joined), timed, alone, lost)
+        return CapturedStep(find_times(joined), timed, alone, lost)
     except TraceError:
         told = "they issue their collectives in different orders, or are from different scripts"
         raise CaptureError(f"the captured ranks deadlock: {told}") from None

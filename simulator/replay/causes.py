@@ -15,7 +15,7 @@ from stepsight.dataset.graph.columns import Intervals, merge, overlap
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.kinds.op import OP_KINDS
 from stepsight.dataset.traces.read_rank import lateness
-from stepsight.simulator.replay.replay import Joined, Walk, join, walk
+from stepsight.simulator.replay.replay import JoinedGraph, ReplayTimes, find_times, join
 
 Floats = NDArray[np.float64]
 
@@ -51,7 +51,7 @@ class Breakdown:
 
 def breakdown(graphs: Sequence[Program]) -> Breakdown:
     """Break down the traced steps of a run."""
-    walked, out = walk(join(graphs)), Breakdown()
+    walked, out = find_times(join(graphs)), Breakdown()
     idle, kinds, opaque = (defaultdict[str, float](float) for _ in range(3))
     for graph, first in zip(graphs, walked.joined.first, strict=False):
         inside = (graph.columns["step"] >= 0) & graph.on_device
@@ -84,10 +84,10 @@ def _busy(graph: Program, nodes: NDArray[Any]) -> Intervals:
     return merge(np.stack([graph.start_s[nodes], graph.end_s[nodes]], axis=1))
 
 
-def idle_gaps(graph: Program, walked: Walk, first: int) -> Iterator[tuple[int, float, dict[str, float]]]:
+def idle_gaps(graph: Program, walked: ReplayTimes, first: int) -> Iterator[tuple[int, float, dict[str, float]]]:
     """The node after each idle time of the stream with most of a rank's ops, how long it idled, and seconds by cause.
 
-    ``first``: where the rank's nodes begin in the walk of all ranks.
+    ``first``: where the rank's nodes begin in the joined graph.
     """
     inside = np.flatnonzero((graph.columns["step"] >= 0) & (graph.columns["kind"] == OP))
     if not len(inside):
@@ -109,7 +109,7 @@ def idle_gaps(graph: Program, walked: Walk, first: int) -> Iterator[tuple[int, f
         yield node, gap, {**found, cause: found.get(cause, 0.0) + rest}
 
 
-def _cause(graph: Program, walked: Walk, node: int, first: int) -> str:
+def _cause(graph: Program, walked: ReplayTimes, node: int, first: int) -> str:
     """The dependency that decided the start of a node."""
     source = walked.before(node)
     if source < 0:
@@ -122,7 +122,7 @@ def _cause(graph: Program, walked: Walk, node: int, first: int) -> str:
     return {HOST: HOST_BOUND, COLLECTIVE: COMMUNICATION}.get(int(kind), SYNCHRONISATION)
 
 
-def longest_path(walked: Walk) -> list[int]:
+def longest_path(walked: ReplayTimes) -> list[int]:
     """Nodes and meetings of the critical path through the traced steps, from its end."""
     inside = np.concatenate([graph.columns["step"] >= 0 for graph in walked.joined.graphs])
     chosen = np.flatnonzero(inside)
@@ -132,8 +132,8 @@ def longest_path(walked: Walk) -> list[int]:
     return list(takewhile(lambda node: node >= len(inside) or inside[node], path))
 
 
-def critical_path(walked: Walk) -> dict[str, float]:
-    """Seconds of the longest path of a walk by family of ops, of ``host``, and of ``device_delays`` between them."""
+def critical_path(walked: ReplayTimes) -> dict[str, float]:
+    """Seconds of the longest path of a replay by family of ops, of ``host``, and of ``device_delays`` between them."""
     joined, families = walked.joined, defaultdict[str, float](float)
     for node in longest_path(walked):
         (graph, own), before = joined.located(node), walked.before(node)
@@ -148,7 +148,7 @@ def critical_path(walked: Walk) -> dict[str, float]:
     return _largest_first(families)
 
 
-def _skew(joined: Joined) -> tuple[list[dict[str, float]], float]:
+def _skew(joined: JoinedGraph) -> tuple[list[dict[str, float]], float]:
     """Each rank's step time and lateness at collectives, and the seconds that all ranks waited for each other."""
     late, waited = [list[float]() for _ in joined.graphs], 0.0
     for members in joined.meetings:

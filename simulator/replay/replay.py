@@ -1,7 +1,7 @@
 """Replay of traced or captured steps: the graphs of all ranks are joined, walked and compared with the measurement.
 
-``join`` makes one graph of the ranks' graphs, in which each collective is a meeting of its ranks.  ``walk`` starts
-every node as soon as its dependencies allow.  ``replay`` compares the walk of a trace with what was measured.
+``join`` makes one graph of all ranks, in which each collective is a meeting of its ranks.  ``find_times`` starts
+every node as soon as its dependencies allow.  ``replay`` compares the times of a trace with what was measured.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(eq=False)
-class Joined:
+class JoinedGraph:
     """The graphs of all ranks as one list: ``n`` nodes with ``e`` edges, then ``m`` meetings of ``c`` members."""
 
     graphs: Sequence[Program]  # of the ranks
@@ -49,10 +49,10 @@ class Joined:
 
 
 @dataclass(eq=False)
-class Walk:
+class ReplayTimes:
     """A walked graph: start and end of every node, and the edge that decided each start (-1: none)."""
 
-    joined: Joined
+    joined: JoinedGraph
     start_s: Floats
     end_s: Floats
     cause: NDArray[np.int32]
@@ -80,7 +80,7 @@ class Walk:
         return start
 
 
-def join(graphs: Sequence[Program]) -> Joined:
+def join(graphs: Sequence[Program]) -> JoinedGraph:
     """Join the graphs of a job's ranks: clocks are aligned, and a collective begins when all of its ranks are there."""
     met, offsets = meetings(graphs)
     first = np.cumsum([0, *(len(graph) for graph in graphs)]).tolist()
@@ -103,11 +103,11 @@ def join(graphs: Sequence[Program]) -> Joined:
     ready[members] = -np.inf
     target = np.concatenate([np.where(meeting[waiting] >= 0, meeting[waiting], waiting), members])
     source, delay = np.append(source, meeting[members]), np.append(delay, np.zeros(len(members)))
-    return Joined(graphs, first, met, offsets, seconds, ready, source, target, delay, waiting, meeting)
+    return JoinedGraph(graphs, first, met, offsets, seconds, ready, source, target, delay, waiting, meeting)
 
 
-def walk(joined: Joined) -> Walk:
-    """Walk a joined graph; raises ``TraceError`` if the dependencies of the ranks contradict each other."""
+def find_times(joined: JoinedGraph) -> ReplayTimes:
+    """When the nodes of a joined graph begin and end; raises ``TraceError`` if the dependencies of the ranks contradict each other."""
     count = len(joined.seconds)
     by_target = np.argsort(joined.target, kind="stable").astype(np.int32)
     pointer = np.searchsorted(joined.target[by_target], np.arange(count + 1)).astype(np.int32)
@@ -115,10 +115,10 @@ def walk(joined: Joined) -> Walk:
     ends, cause = np.zeros(count), np.full(count, -1, dtype=np.int32)
     graph = DelayedGraph(_order(joined), pointer, by_target, joined.source.astype(np.int32), joined.delay)
     delayed_paths(graph, joined.seconds, ready, ends, cause)
-    return Walk(joined, ends - joined.seconds, ends, cause)
+    return ReplayTimes(joined, ends - joined.seconds, ends, cause)
 
 
-def _order(joined: Joined) -> NDArray[np.int32]:
+def _order(joined: JoinedGraph) -> NDArray[np.int32]:
     """Nodes such that each comes after its sources."""
     count = len(joined.seconds)
     by_source = np.argsort(joined.source, kind="stable")
@@ -174,7 +174,7 @@ class RankReplay:
 class Replay:
     """A replayed run."""
 
-    walked: Walk  # every node of the replayed graphs in time
+    walked: ReplayTimes  # every node of the replayed graphs in time
     ranks: tuple[RankReplay, ...]  # each rank
     streams: tuple[StreamReplay, ...]  # each device stream of each rank (host thread where the host computes)
     unexplained_percent: float  # part of the steps in which the busiest stream of a rank idles for no recorded reason
@@ -187,7 +187,7 @@ class Replay:
 
     @property
     def replayed_s(self) -> float:
-        """The same from the walk."""
+        """The same from the replay."""
         return max(each.replayed_s for each in self.ranks)
 
     @property
@@ -214,7 +214,7 @@ def replay(graphs: Sequence[Program]) -> Replay:
     """Replay the traced steps of a run; raises ``TraceError`` if there are none, or the ranks contradict each other."""
     if not graphs or not any(len(graph.steps_s) for graph in graphs):
         raise TraceError("a replay needs at least one traced step, got none: profile with a schedule, or more steps")
-    walked = walk(join(graphs))
+    walked = find_times(join(graphs))
     arrivals, first = walked.arrivals(), walked.joined.first
     ranks, streams = list[RankReplay](), list[StreamReplay]()
     idle = unrecorded = whole = 0.0

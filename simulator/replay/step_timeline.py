@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.graph.program import PHASES, WHY_NUMBER, Dependency, Program
 from stepsight.simulator.clock.trace_writer import TraceWriter
 from stepsight.simulator.replay.causes import idle_gaps, longest_path
-from stepsight.simulator.replay.replay import Joined, Walk
+from stepsight.simulator.replay.replay import JoinedGraph, ReplayTimes
 
 Floats = NDArray[np.float64]
 
@@ -25,7 +25,11 @@ class StepWriter(TraceWriter):
     """
 
     def __init__(
-        self, joined: Joined, start_s: Floats, end_s: Floats, notes: Mapping[int, Mapping[str, object]] | None = None
+        self,
+        joined: JoinedGraph,
+        start_s: Floats,
+        end_s: Floats,
+        notes: Mapping[int, Mapping[str, object]] | None = None,
     ) -> None:
         super().__init__()
         self._joined, self._start_s, self._end_s, self._notes = joined, start_s, end_s, notes or {}
@@ -52,7 +56,7 @@ class StepWriter(TraceWriter):
                 nodes.sort(key=lambda node: ".recv" in self._label(node) or self._place(node)[1].endswith("recv"))
                 yield self.flow("message", [self._place(node) for node in nodes])
 
-    def replayed(self, walked: Walk, path: Sequence[int], first_s: float) -> Iterator[bytes]:
+    def replayed(self, walked: ReplayTimes, path: Sequence[int], first_s: float) -> Iterator[bytes]:
         """What a replay adds: causes of idle times, outstanding launches, and the critical path in order of time."""
         for graph, first, offset in zip(self._joined.graphs, self._joined.first, self._joined.offset_s, strict=False):
             for node, gap, causes in idle_gaps(graph, walked, first):
@@ -80,7 +84,7 @@ class StepWriter(TraceWriter):
         return graph.rank, graph.streams[graph.columns["stream"][own]], float(self._start_s[node])
 
 
-def traced_timeline(walked: Walk, predicted: Sequence[Floats] | None, name: str) -> Iterator[bytes]:
+def traced_timeline(walked: ReplayTimes, predicted: Sequence[Floats] | None, name: str) -> Iterator[bytes]:
     """A timeline of traced steps as measured, with what their replay says, as pieces of JSON.
 
     Nodes of the critical path are marked and shown once more in a process of their own; each rank has a thread with the

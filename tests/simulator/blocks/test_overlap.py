@@ -9,7 +9,7 @@ import pytest
 
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks import family
-from stepsight.simulator.blocks.layer_parts import column_linear, entered, left, row_linear
+from stepsight.simulator.blocks.layer_parts import column_linear, column_parallel, row_linear, row_parallel
 from stepsight.simulator.blocks.step import Block, RankShape
 from stepsight.simulator.durations.segment_timing import _time_passage
 from stepsight.simulator.programs.block_pass import (
@@ -47,11 +47,11 @@ def _seconds(passage: BlockPass) -> float:
 
 
 def _column(shape: RankShape) -> Block:
-    return entered(shape, column_linear(shape, "fc1", 64, 64))
+    return column_parallel(shape, column_linear(shape, "fc1", 64, 64))
 
 
 def _row(shape: RankShape) -> Block:
-    return left(shape, row_linear(shape, "fc2", 64, 64))
+    return row_parallel(shape, row_linear(shape, "fc2", 64, 64))
 
 
 def test_without_overlap_all_is_in_a_row() -> None:
