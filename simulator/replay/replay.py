@@ -107,7 +107,7 @@ def join(graphs: Sequence[Program]) -> JoinedGraph:
 
 
 def find_times(joined: JoinedGraph) -> ReplayTimes:
-    """When nodes of a joined graph begin and end; ``TraceError`` if the dependencies of the ranks contradict each other."""
+    """When nodes of a joined graph begin and end; raises ``TraceError`` if dependencies of the ranks contradict."""
     count = len(joined.seconds)
     by_target = np.argsort(joined.target, kind="stable").astype(np.int32)
     pointer = np.searchsorted(joined.target[by_target], np.arange(count + 1)).astype(np.int32)
