@@ -16,7 +16,7 @@ import numpy as np
 
 from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.capture.captured import Captured
-from stepsight.dataset.kinds.op import check_sizes
+from stepsight.dataset.kinds.op import MOST_SIZE, check_sizes
 from stepsight.dataset.tensors.calls import POINTWISE, Array, Shape, Shapes, TensorCall
 from stepsight.dataset.tensors.cuts import Cutting, staged
 from stepsight.dataset.tensors.exported_reader import open_exported
@@ -52,6 +52,9 @@ def read_step(path: Path, dims: Mapping[str, int] | None, precision: str, *, who
         reader = READERS[path.suffix.lower()](path, dims or {})
         step = reader.read()
         step = replace(step, precision=precision, dtype=precision or step.dtype)
+        for name, shape in step.shapes.items():
+            if not all(0 <= size <= MOST_SIZE for size in shape):
+                raise ValueError(f"sizes of a tensor must lie from 0 to {MOST_SIZE}, got {shape} of {name!r:.80}")
         check_sizes((op for call in step.calls for op in ops_of(step, call)), "a model")
     for name, node in list(reader.unshaped.items())[:1]:
         if whole:

@@ -179,3 +179,13 @@ def test_an_archive_that_cannot_be_unpacked_is_refused(place: int, byte: int, tm
     path.write_bytes(bytes(data))
     with pytest.raises(CaptureError, match="must be a file that"):
         read_model(path)
+
+
+def test_a_model_with_a_negative_size_is_refused(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    h, float32 = onnx.helper, onnx.TensorProto.FLOAT
+    x, y = (h.make_tensor_value_info(name, float32, [8, -3]) for name in "xy")
+    path = tmp_path / "relu.onnx"
+    onnx.save(h.make_model(h.make_graph([h.make_node("Relu", ["x"], ["y"])], "relu", [x], [y])), path)
+    with pytest.raises(CaptureError):
+        read_model(path)
