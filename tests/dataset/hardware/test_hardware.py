@@ -334,3 +334,8 @@ def test_words_that_are_not_understood_are_said_with_the_nearest_presets() -> No
     assert "aws-p4d" in found[1] and "dgx-a100" in found[1]
     found = read_fabric_words("100 Gb/s Ethernet", "a100-sxm-80gb")
     assert "not understood (ethernet)" in found[1] and "roce-400-a100, sockets-100g-a100" in found[1]
+
+
+def test_unknown_keys_of_a_fabric_are_named_whatever_their_types() -> None:
+    with pytest.raises(JobError, match="got also 1, a"):
+        fabric_from_dict("mine", {1: {}, "a": {}})  # type: ignore[dict-item]
