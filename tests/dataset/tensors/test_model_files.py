@@ -182,10 +182,17 @@ def test_an_archive_that_cannot_be_unpacked_is_refused(place: int, byte: int, tm
 
 
 def test_a_model_with_a_negative_size_is_refused(tmp_path: Path) -> None:
-    onnx = pytest.importorskip("onnx")
-    h, float32 = onnx.helper, onnx.TensorProto.FLOAT
-    x, y = (h.make_tensor_value_info(name, float32, [8, -3]) for name in "xy")
-    path = tmp_path / "relu.onnx"
-    onnx.save(h.make_model(h.make_graph([h.make_node("Relu", ["x"], ["y"])], "relu", [x], [y])), path)
-    with pytest.raises(CaptureError):
+    torch = pytest.importorskip("torch")
+    exported, path = tmp_path / "relu.pt2", tmp_path / "negative.pt2"
+    torch.export.save(torch.export.export(torch.nn.ReLU(), (torch.randn(BATCH, WIDTH),)), exported)
+    with zipfile.ZipFile(exported) as whole, zipfile.ZipFile(path, "w") as changed:
+        for name in whole.namelist():
+            data = whole.read(name)
+            if name.endswith("model.json"):
+                tree = json.loads(data)
+                for tensor in tree["graph_module"]["graph"]["tensor_values"].values():
+                    tensor["sizes"][0] = {"as_int": -8}
+                data = json.dumps(tree).encode()
+            changed.writestr(name, data)
+    with pytest.raises(CaptureError, match="sizes of a tensor must lie from 0"):
         read_model(path)
