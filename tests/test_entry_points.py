@@ -200,8 +200,8 @@ def test_a_wrong_file_of_hardware_is_refused(tmp_path: Path, text: str | None, m
         ("[a]\n[b]\n", "must hold exactly one profile, got a, b"),
         ("", r"job.toml: \S*train.toml must hold exactly one profile, got none"),
         ("dropout = 0.1\n", r"\[dropout\] must be a table, got 0.1"),
-        ("[a]\ndropout = 'much'\n", "dropout must be like 0.0, got 'much'"),
-        ("[a]\nspeed = 1\n", "unknown keys speed"),
+        ("[a]\ndropout = 'much'\n", "framework.a.dropout must be a number, got 'much'"),
+        ("[a]\nspeed = 1\n", "unknown key framework.a.speed"),
     ],
 )
 def test_a_wrong_profile_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -210,7 +210,7 @@ def test_a_run_that_kept_the_cores_too_busy_is_rejected(
     rank = Collection.__new__(Collection)
     rank.plan, rank.out, rank.rank, rank.size = plan, tmp_path, 0, 2
     rank.fingerprint, rank.versions, rank.device = {}, {}, type("Device", (), {"type": "cpu"})()
-    rank.compile, rank._samples, rank._took = {}, defaultdict(list), defaultdict(dict)
+    rank.boxed, rank.compile, rank._samples, rank._took = {"box": plan["box"]}, {}, defaultdict(list), defaultdict(dict)
     records = [[{"cpu": 0.01}, {"cpu": cpu}]]
     rank._finish(run, {"rounds": [[1.0]], "losses": [0.0, 0.0], "records": records}, None)  # type: ignore[arg-type]
     assert [path.parent.parent.name for path in tmp_path.glob("*/a/manifest.json")] == [place]
