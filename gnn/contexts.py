@@ -85,7 +85,7 @@ class ContextNetwork:
         return f"context network ({told})"
 
     def __call__(self, graph: SegmentGraph, alone: Array) -> Array:
-        """Array of every node within its segment, from the seconds alone, ``(nodes,)``."""
+        """Seconds of every node within its segment, from the seconds alone, ``(nodes,)``."""
         features, edges = node_features(graph, alone, self.features), topology(graph.program)
         log = self.weights @ self.levels(features, edges, self.weights != 0.0)
         return np.asarray(alone * np.exp(np.clip(log, -self.bound, self.bound)))
@@ -247,7 +247,7 @@ class Context(Protocol):
     def strengths(self) -> tuple[float, ...]: ...
 
     def __call__(self, graph: SegmentGraph, alone: Array) -> Array:
-        """Array of each node within its segment, from the seconds alone, ``(nodes,)`` each."""
+        """Seconds of each node within its segment, from the seconds alone, ``(nodes,)`` each."""
         ...
 
     def save(self, folder: Path) -> None:

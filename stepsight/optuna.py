@@ -4,4 +4,6 @@
 best strategy by itself.
 """
 
-from stepsight.experiments.search.study import LegalStrategies as LegalStrategies
+from stepsight.experiments.search.study import LegalStrategies
+
+__all__ = ["LegalStrategies"]

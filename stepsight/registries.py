@@ -33,6 +33,8 @@ registry              entry points' group             a part is a
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from stepsight.dataset.base.registry import Registry as Registry
 from stepsight.dataset.configs.drafts import ConfigFile as ConfigFile
 from stepsight.dataset.configs.drafts import Draft as Draft
@@ -72,3 +74,6 @@ from stepsight.simulator.durations.latency_model import GivenLatency as GivenLat
 from stepsight.simulator.durations.latency_model import LatencyModel as LatencyModel
 
 TABLE_READERS = FORMATS
+
+if not TYPE_CHECKING:  # type checkers take the imports above; ``help`` shows what is listed
+    __all__ = sorted({name for name in globals() if name[0] != "_"} - {"FORMATS", "TYPE_CHECKING", "annotations"})

@@ -20,7 +20,10 @@ from stepsight.simulator.blocks.layer_parts import (
 from stepsight.simulator.blocks.moe import experts
 from stepsight.simulator.blocks.step import Block, Comm, Item, Join, OverlappedOp, RankShape, Saved, Step
 
+Beside = OverlappedOp  # its earlier name
+
 __all__ = [
+    "Beside",
     "Block",
     "Comm",
     "Family",

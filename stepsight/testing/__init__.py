@@ -14,6 +14,8 @@ The fixtures are ``kind`` of ``ScheduleContract``, ``OpKindContract`` and ``Coll
 ``TableReaderContract`` read a sample that the subclass gives.
 """
 
+from typing import TYPE_CHECKING
+
 from stepsight.dataset.base.errors import need
 
 need("pytest")
@@ -29,3 +31,6 @@ from stepsight.testing.latency_models import LatencyModelContract as LatencyMode
 from stepsight.testing.readers import TableReaderContract as TableReaderContract  # noqa: E402
 from stepsight.testing.readers import TraceReaderContract as TraceReaderContract  # noqa: E402
 from stepsight.testing.schedules import ScheduleContract as ScheduleContract  # noqa: E402
+
+if not TYPE_CHECKING:  # type checkers take the imports above; ``help`` shows what is listed
+    __all__ = sorted(name for name in globals() if name.endswith("Contract"))

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 import stepsight
+import stepsight.testing
+from stepsight import optuna, registries
 
 FUNCTIONS = [name for name in stepsight.__all__ if inspect.isfunction(getattr(stepsight, name))]
 
@@ -44,6 +46,20 @@ def test_every_name_is_there_and_documented() -> None:
         assert inspect.getdoc(getattr(stepsight, name)), name
     with pytest.raises(AttributeError, match="has no attribute 'predikt'"):
         _ = stepsight.predikt  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("module", [registries, registries.blocks, stepsight.testing, optuna])
+def test_help_of_a_public_module_shows_what_it_re_exports(module: Any) -> None:
+    """``help`` and ``import *`` go by ``__all__``, which has the module's own names and none of its helpers."""
+    text = pydoc.plain(pydoc.render_doc(module))
+    listed = {name: getattr(module, name) for name in module.__all__}
+    shown = [thing.__name__ for thing in listed.values() if inspect.isclass(thing)]
+    assert shown and all(f"class {name}" in text for name in shown)
+    assert not listed.keys() & {"FORMATS", "TYPE_CHECKING", "annotations", "need", "pytest"}
+
+
+def test_an_op_that_overlaps_keeps_its_earlier_name() -> None:
+    assert registries.blocks.Beside is registries.blocks.OverlappedOp
 
 
 @pytest.mark.parametrize("name", sorted({*FUNCTIONS} - {"clear_caches", "step"}))
