@@ -166,6 +166,11 @@ def _each(function: Run, operands: int = 1) -> Maker:
     return lambda pool, numel: (function, *[(numel,)] * operands)
 
 
+def _cross_backward(grad: Tensor, first: Tensor, y: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of y, of the first input, which every layer adds to, and of x, which is also the product's input."""
+    return grad * first, earlier + grad * y, grad + earlier
+
+
 def _by_rows(function: Run, *columns: int) -> Maker:
     """``function`` of matrices with rows as wide as ``columns`` times a model's, if that divides their elements."""
 
@@ -337,6 +342,8 @@ MAKERS: dict[str, Maker] = {
     "swiglu_backward": _by_rows(composite.swiglu_backward, 1, 2),
     "geglu": _by_rows(composite.geglu, 2),
     "geglu_backward": _by_rows(composite.geglu_backward, 1, 2),
+    "cross": _each(lambda first, x, y: first * y + x, 3),
+    "cross_backward": _each(_cross_backward, 4),
     "rope": _rope,
     "rope_backward": _rope,
     "dropout": _each(lambda x: torch.native_dropout(x, 0.1, True)),
