@@ -226,7 +226,7 @@ def _placed_jobs(job: Job, predictor: Predictor, trials: int) -> dict[str, Job]:
 
 def run_placements(options: argparse.Namespace) -> tuple[Any, str]:
     """Iterations of the placements of each method, as multiples of the best: predicted, or measured on two ranks."""
-    found: dict[str, list[float]] = {}
+    found, steps = dict[str, list[float]](), list[dict[str, Any]]()
     predictor = _taught(options) if options.out else None
     for seed in range(options.seed, options.seed + options.tasks):
         times: dict[str, float | None] = {}
@@ -236,7 +236,10 @@ def run_placements(options: argparse.Namespace) -> tuple[Any, str]:
         else:
             jobs = _placed_jobs(drawn_job(seed, "sharding"), predictor, options.trials)
             measured = _measured(seed, [*jobs.values()], options.out, options.rounds)
-            times |= {name: float(seconds.min()) for name, (_, seconds) in zip(jobs, measured, strict=True)}
+            for name, (job, rounds) in zip(jobs, measured, strict=True):
+                times[name] = float(rounds.min())
+                case = {"task": seed, "placement": name, "measured_s": times[name]}
+                steps.append({**case, "predicted_s": predict(job, predictor).iteration_time_s})
         least = min(seconds for seconds in times.values() if seconds is not None)
         for name, seconds in times.items():
             found.setdefault(name, []).append(math.inf if seconds is None else seconds / least)
@@ -246,7 +249,8 @@ def run_placements(options: argparse.Namespace) -> tuple[Any, str]:
             near = sum(ratio <= 1.05 for ratio in legal)
             told[name] = {"tasks": len(legal), "regret": float(np.mean(legal)) - 1.0, "within_5_percent": near}
     columns = {"placement": "name", "legal": "tasks", "regret": "regret", "within 5 %": "within_5_percent"}
-    return told, table_of([{"name": name, **figures} for name, figures in told.items()], columns, 4)
+    text = table_of([{"name": name, **figures} for name, figures in told.items()], columns, 4)
+    return {**told, "steps": steps} if steps else told, text
 
 
 LOOKUPS = Study(
