@@ -294,7 +294,7 @@ def _wire_nodes(data: bytes) -> Iterator[ChakraNode]:
 
 
 def _wire_node(message: bytes) -> ChakraNode:
-    node: dict[str, Any] = {"id": 0, "attrs": {}, "data_deps": ()}
+    node: dict[str, Any] = {"id": 0, "attrs": {}, "data_deps": []}
     for number, value in _fields(message):
         if isinstance(value, int) != (number in (1, 3, 7)) and number in (1, 2, 3, 7, 8, 10):
             raise ValueError(f"field {number} of a node must be of another type, got {value!r:.40}")
@@ -303,19 +303,19 @@ def _wire_node(message: bytes) -> ChakraNode:
         elif number == 3:
             node["type"] = NODE_TYPES[value] if value < len(NODE_TYPES) else str(value)
         elif number == 5 and isinstance(value, int):
-            node["data_deps"] += (value,)
+            node["data_deps"].append(value)
         elif number == 5:
             at = 0
             while at < len(value):
                 dep, at = read_varint(value, at)
-                node["data_deps"] += (dep,)
+                node["data_deps"].append(dep)
         elif number == 8:
             told = dict(_fields(value))
             node["shapes"], node["types"] = (_text(told.get(place, b"")) for place in (2, 3))
         elif number == 10:
             attr = dict(_fields(value))
             node["attrs"][_text(attr.pop(1, b""))] = _wire_value(attr)
-    return ChakraNode(**node)
+    return ChakraNode(**{**node, "data_deps": tuple(node["data_deps"])})
 
 
 def _wire_value(attr: Mapping[int, Any]) -> Any:

@@ -142,8 +142,8 @@ def kernel_table(graphs: Sequence[Program]) -> list[dict[str, Any]]:
         each = np.concatenate(parts)
         spread = {f"{of}_s": float(getattr(each, of)()) for of in ("mean", "min", "max")}
         found.append({"name": name, "kind": kind, "count": len(each), "seconds": float(each.sum()), **spread})
-    whole = sum(row["seconds"] for row in found) or 1.0
     found.sort(key=lambda row: -row["seconds"])
+    whole = sum(row["seconds"] for row in found) or 1.0
     return [{**row, "percent": 100.0 * row["seconds"] / whole} for row in found]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.rendezvous import meetings
 from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.traces.chakra_graph import read_nodes
 from stepsight.dataset.traces.import_traces import import_ranks, summary
 from stepsight.simulator.replay.replay import replay
 from tests.dataset.chakra_files import jsonized, protobuf, two_products, workload, write_ranks
@@ -95,3 +97,11 @@ def test_dependencies_on_absent_nodes_are_told(tmp_path: Path) -> None:
     assert any(
         "does not hold: 1" in warning for warning in import_ranks([tmp_path / "chakra.0.et"], form="chakra").warnings
     )
+
+
+def test_a_node_may_wait_for_all_others(tmp_path: Path) -> None:
+    """Reading its dependencies takes a time that grows with their number, not with the square of it."""
+    node, begun = {**two_products()[0], "deps": list(range(1, 200_001))}, time.process_time()
+    (tmp_path / "chakra.0.et").write_bytes(protobuf([node]))
+    (read,) = read_nodes(tmp_path / "chakra.0.et")
+    assert read.data_deps == tuple(range(1, 200_001)) and time.process_time() - begun < 5
