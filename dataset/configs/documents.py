@@ -15,7 +15,8 @@ from stepsight.dataset.base.bounded import read_text, read_toml, reason
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import parse_json, preset
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.job.specs import SECTIONS
+from stepsight.dataset.job.sharding_plans import TABLE_MODELS
+from stepsight.dataset.job.specs import MODELS, SECTIONS
 
 MOST_CHARACTERS = 4 * 2**20
 MOST_VALUES = 100_000  # of a file's tables, each counted wherever it stands (YAML repeats by reference)
@@ -168,16 +169,19 @@ def _toml(value: Any) -> str:
 def job_toml(job: Job) -> str:
     """Write a job file that reads back as an equal job, without defaults and what its framework's profile fills in.
 
-    What a profile fills in depends on what is stated, so that the tables are compared with it several times.
+    What a profile fills in depends on what is stated, so that the tables are compared with it several times.  A known
+    model fills in its own values, so that others are stated even where they are defaults.
     """
     told, profile = {"execution": asdict(job.execution), **job.to_dict()}, job.profile
+    known = {"model": MODELS.get(job.model.name) or TABLE_MODELS.get(job.model.name, {})}
     stated: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     if profile is not None:  # which might interleave stages that a job leaves open
         stated["parallel"]["virtual_stages"] = job.parallel.virtual_stages
     for _ in range(4):
         filled = profile.fill(stated) if profile is not None else {}
         for section, item in ((section, item) for section, spec in SECTIONS.items() for item in fields(spec)):
-            value = told.get(section, {}).get(item.name)
-            if value is not None and value != filled.get(section, {}).get(item.name, item.default):
+            value, of_model = (tables.get(section, {}).get(item.name) for tables in (told, known))
+            usual = filled.get(section, {}).get(item.name, item.default)
+            if value is not None and (value != usual or of_model not in (None, value)):
                 stated[section][item.name] = value
     return toml_text({**({"framework": job.framework} if job.framework else {}), **stated})

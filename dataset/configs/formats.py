@@ -111,6 +111,7 @@ def _read_job(file: ConfigFile, draft: Draft) -> None:
     """Map all keys that a job file states; what follows from them is assumed, and defaults are left out."""
     job = Job.from_file(file.path)
     draft.framework, told = job.framework, asdict(job)
+    told["model"]["vocab"] = job.own_vocab[0]  # as its framework has it before it pads
     for key, default in DEFAULTS.items():
         section, _, name = key.partition(".")
         value, stated = told[section][name], file.tables.get(section)

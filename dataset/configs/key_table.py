@@ -56,17 +56,22 @@ class JobView:
         return getattr(self.job if section == "job" else getattr(self.job, section), name) if name else self.kind
 
     def _vocabulary(self) -> tuple[int, int]:
-        """The vocabulary, without padding if the model's name tells it, and the multiple that it is padded to."""
-        model = self.job.model
+        """The vocabulary, without padding if the job's tables or the model's name tell it, and the multiple that it is
+        padded to; 1: nothing is to be said about padding.
+        """
+        model, (own, padded) = self.job.model, self.job.own_vocab
+        size = own if own < padded == model.vocab else model.vocab
         try:
             profile = self.job.profile
         except JobError:  # a file that is gone
             profile = None
         multiple = 1 if profile is None else profile.vocab_multiple * self.job.parallel.tp
         if model.family == "vit" or model.vocab % multiple:
-            return model.vocab, 1
+            return size, 1
         known = MODELS.get(model.name, {}).get("vocab", 0)
-        return (known if -(-known // multiple) * multiple == model.vocab else model.vocab), multiple
+        if -(-known // multiple) * multiple == model.vocab:
+            return known, multiple
+        return size, multiple if size == model.vocab else 1
 
     def _notes(self) -> tuple[str, ...]:
         """Notes about a written vocabulary that the job's framework pads."""

@@ -65,6 +65,7 @@ class Job(JobTables):
         open_stages: Whether the job says nothing about virtual stages although its framework usually interleaves.
             ``from_dict`` then takes the usual number of chunks; ``uninterleaved`` is the other job that may be meant.
         shares_batch: Whether the micro-batch follows from the global batch, which the ranks of a ``dlrm`` share.
+        own_vocab: The vocabulary that tables stated, and the one that the framework's profile padded it to.
 
     Raises:
         JobError: On construction, with every broken rule and its values.
@@ -73,6 +74,7 @@ class Job(JobTables):
     framework: str = ""
     open_stages: bool = field(default=False, compare=False, repr=False)
     shares_batch: bool = field(default=False, compare=False, repr=False)
+    own_vocab: tuple[Any, Any] = field(default=(0, 0), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         problems = Rules()
@@ -250,6 +252,7 @@ class Job(JobTables):
                 table["hardware"] = stated_hardware(table["hardware"])
             stated[section] = table
         silent = not {"virtual_stages", "schedule"} & set(stated.get("parallel", {}))
+        vocab = stated.get("model", {}).get("vocab", 0)
         if habits is not None:
             filled = habits.fill(stated)
             stated = {section: filled[section] for section in stated}
@@ -262,8 +265,8 @@ class Job(JobTables):
             problems += wrong
         if problems:
             raise JobError(Rules(problems).text())
-        is_open = silent and habits is not None and habits.interleaves
-        return cls(**specs, framework=framework, open_stages=is_open, shares_batch=shares)._as_usual()
+        more = {"open_stages": silent and habits is not None and habits.interleaves, "shares_batch": shares}
+        return cls(**specs, framework=framework, **more, own_vocab=(vocab, specs["model"].vocab))._as_usual()
 
     @classmethod
     def from_file(cls, path: str | Path, framework: str = "", given: Mapping[str, Any] | None = None) -> Job:

@@ -1,9 +1,10 @@
 """Train a small Llama on random tokens, with any product of data, tensor, pipeline and context parallelism.
 
-Run it as it is on GPUs, or capture it without one:
+Run it on GPUs or CPUs, capture it without any, or emulate all other ranks:
 
     torchrun --nproc-per-node 8 examples/scripts/train_llama.py --tp 2
     stepsight capture --world-size 1024 --out captured examples/scripts/train_llama.py --data fsdp --tp 8
+    stepsight emulate --world-size 256 --fabric dgx-h100 examples/scripts/train_llama.py --tp 8 --steps 20
 """
 
 from __future__ import annotations
@@ -155,7 +156,8 @@ def shard_data(model: Llama, mesh: DeviceMesh, o: argparse.Namespace) -> nn.Modu
     if o.data == "ddp":
         if o.tp > 1:
             _pre_dp_module_transform(model)
-        return DistributedDataParallel(model, device_ids=[local_rank()], process_group=dp.get_group())
+        own = [local_rank()] if torch.cuda.is_available() else None
+        return DistributedDataParallel(model, device_ids=own, process_group=dp.get_group())
     if o.data == "fsdp1":
         return FullyShardedDataParallel(model, dp.get_group(), use_orig_params=True)
     sharded = mesh["replicate", "shard"] if o.replicas > 1 else dp
@@ -199,13 +201,14 @@ def make_optimizer(model: nn.Module, o: argparse.Namespace, mesh: DeviceMesh) ->
 
 def main() -> None:
     o = options()
-    dist.init_process_group("nccl")
-    torch.cuda.set_device(local_rank())
-    device = torch.device("cuda", local_rank())
+    device = torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     rest = dist.get_world_size() // (o.pp * o.tp * o.replicas * o.context)
     data = {"batch": rest, "cp": o.context} if o.context > 1 else {"shard": rest}
     sizes = {"pp": o.pp, "replicate": o.replicas, **data, "tp": o.tp}
-    mesh = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if o.context > 1:
         mesh["batch", "cp"]._flatten("shard")  # ranks with other parts of a sequence share parameters too
     torch.set_default_dtype(torch.bfloat16 if o.bf16 else torch.float32)

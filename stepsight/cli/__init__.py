@@ -19,7 +19,7 @@ from stepsight.cli.options import command, help_text
 from stepsight.dataset.base.errors import StepsightError, missing_extra, shorten
 
 _USAGE: Any = typer.BadParameter.__base__  # click's UsageError, which newer versions of typer include
-_SCRIPT_IS_LAST = {"context_settings": {"allow_interspersed_args": False}}
+_SCRIPT_IS_LAST: dict[str, Any] = {"cls": scripts.ScriptLast, "context_settings": {"allow_interspersed_args": False}}
 VERBS: dict[str, list[Any]] = {  # by the task of the user; ``plan_profile_command`` is ``stepsight plan-profile``
     "Ask about jobs": [
         *(ask.predict_command, ask.explain_command, ask.search_command),

@@ -236,7 +236,7 @@ def calibrate_command(
     The larger runs of the table judge the calibration; if there are none, sizes or runs are held out in turn. The new
     predictor is written only if it predicts them better than before; otherwise the exit code is 2. Examples:
 
-        stepsight calibrate runs.csv --predictor a100-sxm --out mine
+        stepsight calibrate examples/slow-cluster.csv --predictor a100-sxm --out mine
         stepsight calibrate collectives.parquet --predictor h100-sxm --fabric cluster.toml --out mine
         stepsight calibrate runs/theirs --predictor h100-sxm --out mine
 

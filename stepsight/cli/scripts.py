@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,10 +27,44 @@ _WITH_VALUE = (
     "--local-addr", "--local-ranks-filter",
 )  # fmt: skip
 _REFUSED = ("-m", "--module", "--no-python", "--run-path")
+_ENDED = "the script ended itself"  # as harness.scripts.launch says
 _OURS_AT_THE_END = {"--out": 2, "-o": 2, "--json": 1}  # and the number of words of each
 
 
-class ScriptCommand(TyperCommand):
+class ScriptLast(TyperCommand):
+    """A command whose last words are a script and its arguments; errors say where its own options belong."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            words = (*args, *ctx.meta.get(WORDS, ()))  # an option before the script would not be missing
+            if type(error).__name__ == "MissingParameter" and (told := self._misplaced(error.format_message(), words)):
+                raise StepsightError(told) from None
+            raise
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except StepsightError as error:
+            words = ctx.meta.get(WORDS, ctx.params.get("arguments"))
+            error.args = (self._misplaced(str(error), words or ()) or str(error),)
+            raise
+
+    def _misplaced(self, text: str, words: Sequence[str]) -> str:
+        """An error that names one of our options among the script's words, or tells that the script ended itself, with
+        where options go; empty if there is none.
+        """
+        ours = {name for each in self.params for name in each.opts if name.startswith("-")}
+        given = [name for name in dict.fromkeys(word.partition("=")[0] for word in words) if name in ours]
+        named = [name for name in given if re.search(rf"(?<![\w-]){name}(?![\w-])", text) or _ENDED in text]
+        if not named:
+            return ""
+        rule = f"options of `stepsight {self.name}` come before the script"
+        return f"{text.removesuffix('.')}; {rule}, which gets {', '.join(named)}"
+
+
+class ScriptCommand(ScriptLast):
     """A command that takes ``--script [torchrun's options] FILE ARGS…`` as its last option.
 
     What follows the file is the script's, but ``--out`` and ``--json`` at the very end, unless they came before.
@@ -256,7 +291,7 @@ def emulate_command(
     its modelled delay has passed; the script computes meanwhile. Values from ranks that do not run are placeholders.
     Examples:
 
-        stepsight emulate --world-size 256 --fabric dgx-h100 examples/scripts/train_llama.py --tp 8
+        stepsight emulate --world-size 256 --fabric dgx-h100 examples/scripts/train_llama.py --tp 8 --steps 20
         stepsight emulate --world-size 256 --ranks 0,8 --fabric dgx-h100 train.py --lr 0.1
         stepsight emulate --world-size 256 --delays my_delays.py --extra-ms all_reduce=5 --virtual train.py
 

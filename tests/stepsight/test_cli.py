@@ -20,8 +20,7 @@ from tests.dataset.run_folders import write_events, write_run
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gpt3-175b-1024.toml"
-# Verbs whose example names no file: others need none, and a calibration needs runs that the user measured.
-WITHOUT_FILES = ("page", "plan-profile", "demo", "doctor", "experiment", "calibrate")
+WITHOUT_FILES = ("page", "plan-profile", "demo", "doctor", "experiment")  # verbs whose examples need none
 BOXED = ROOT / "examples" / "box-gpt-pp4.toml"
 
 
@@ -284,6 +283,16 @@ def test_every_verb_teaches() -> None:
         assert examples and (files or name in WITHOUT_FILES), f"{name} needs an example on files of the checkout"
         assert all(list(ROOT.glob(file)) for file in files), files
         assert name == "experiment" or any("--json" in parameter.opts for parameter in verb.params)
+
+
+@pytest.mark.parametrize("name", ["calibrate", "emulate"])
+def test_the_first_example_of_help_works_in_a_checkout(name: str, tmp_path: Path) -> None:
+    """Without a GPU, and whatever else its help tells."""
+    group: Any = get_command(app)
+    first = next(line for line in group.commands[name].help.splitlines() if line.startswith(f"    stepsight {name}"))
+    words = [str(ROOT / word) if word.startswith("examples/") else word for word in first.split()[1:]]
+    done = run(*words, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout, done.stderr
 
 
 def test_another_release_of_the_software_is_asked_about(capsys: pytest.CaptureFixture[str]) -> None:

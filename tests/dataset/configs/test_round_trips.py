@@ -173,7 +173,7 @@ def test_recomputation_of_torchtitan(kind: str, every: int, option: str, tmp_pat
 
 @pytest.mark.parametrize("name", ["huggingface", "megatron", "megatron-script", "nanotron", "maxtext"])
 def test_a_padded_vocabulary(name: str) -> None:
-    """A job keeps the padded one: the writer states the model's own where its name tells it, and else says so."""
+    """A job keeps the padded one: the writer states the job's or the model's own where that is known, else says so."""
     sizes: dict[str, Any] = {"family": "llama", "layers": 4, "hidden": 64, "heads": 4, "vocab": 32000, "seq_len": 64}
     tables: dict[str, Any] = {
         "framework": "megatron-core",
@@ -182,9 +182,17 @@ def test_a_padded_vocabulary(name: str) -> None:
         "batch": {"micro_batch": 1, "global_batch": 2, "precision": "bf16"},
         "cluster": {"hardware": "h100-sxm-80gb", "nodes": 1, "devices_per_node": 8},
     }
-    unknown = write_config(Job.from_dict(tables), name)
+    unknown = write_config(Job.from_dict({**tables, "model": {**sizes, "vocab": 32256}}), name)
     assert "32256" in unknown.text
     assert any("vocabulary of 32256 is padded to a multiple of 512" in note for note in unknown.notes)
+    stated = Job.from_dict(tables)
+    for tp in (4, 1):  # also in another strategy
+        job = replace(
+            stated, parallel=replace(stated.parallel, tp=tp, dp=8 // tp), batch=replace(stated.batch, global_batch=8)
+        )
+        own = write_config(job, name)
+        assert job.model.vocab == 32256 and "32000" in own.text and "32256" not in own.text
+        assert not any("padded" in note for note in own.notes)
     known = Job.from_dict({**tables, "model": {"name": "llama2-7b", "seq_len": 64}})
     written_known = write_config(known, name)
     assert known.model.vocab == 32256 and "32000" in written_known.text and "32256" not in written_known.text
