@@ -265,8 +265,9 @@ class Job(JobTables):
             problems += wrong
         if problems:
             raise JobError(Rules(problems).text())
-        more = {"open_stages": silent and habits is not None and habits.interleaves, "shares_batch": shares}
-        return cls(**specs, framework=framework, **more, own_vocab=(vocab, specs["model"].vocab))._as_usual()
+        more: dict[str, Any] = {"open_stages": silent and habits is not None and habits.interleaves}
+        more["own_vocab"] = vocab, specs["model"].vocab
+        return cls(**specs, framework=framework, shares_batch=shares, **more)._as_usual()
 
     @classmethod
     def from_file(cls, path: str | Path, framework: str = "", given: Mapping[str, Any] | None = None) -> Job:
