@@ -11,7 +11,7 @@ import numpy as np
 
 from stepsight.dataset.graph.columns import Floats
 from stepsight.dataset.graph.program import Program
-from stepsight.dataset.graph.rank_trace import RankTrace, Rendezvous, TracedSegment
+from stepsight.dataset.graph.rank_trace import RankTrace, Rendezvous, TracedSegment, is_message
 from stepsight.dataset.runs.run_manifest import RunManifest
 
 
@@ -54,14 +54,19 @@ class Trace:
     def clean_slots(self) -> dict[int, Floats]:
         """In-context seconds of each rank's nodes, ``(n,)``, without profiler overhead and drift.
 
-        A collective takes as long as on the rank where it was shortest: the rank that comes last waits for nobody,
-        so its span is the communication without the skew.
+        A collective takes the mean of its ranks' times.  Equal ranks differ from op to op, so each of them waits for
+        the others by turns, and a step takes the mean of the ops and of the collectives with these waits.  Where the
+        simulator knows why ranks wait, a collective takes as long as on the rank where it was shortest, which comes
+        last and waits for nobody: messages between stages, and jobs that state stragglers.
         """
         slots = {trace.rank: self._clean(trace) for trace in self.ranks}
+        works = {trace.rank: trace.program.nodes for trace in self.ranks}
         for nodes in self.rendezvous:
-            shortest = min(slots[rank][node] for rank, node in nodes.items())
+            seconds = [float(slots[rank][node]) for rank, node in nodes.items()]
+            told = any(is_message(works[rank][node].work) for rank, node in nodes.items())
+            usual = min(seconds) if told or self.manifest.job.cluster.stragglers else statistics.fmean(seconds)
             for rank, node in nodes.items():
-                slots[rank][node] = shortest
+                slots[rank][node] = usual
         return slots
 
     def _clean(self, trace: RankTrace) -> Floats:

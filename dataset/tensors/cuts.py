@@ -21,6 +21,7 @@ from stepsight.dataset.tensors.ranks import FORWARD, SUM, Spec, Step, TensorStep
 
 _OUTERS = (1, 3, 2)  # parts that a product may make at once: queries, keys and values; gate and up
 _LOOK_AHEAD = 64  # calls
+_ATTENTION_AGAIN = 100  # elements whose sending takes as long as attention to one that every rank does again
 
 
 _Plan = tuple[tuple[Spec, ...], tuple[Spec, ...]]  # specs of what a call reads, as needed, and of what it writes
@@ -34,7 +35,8 @@ class Cutting(Generic[Step]):
         self._shapes, self._whole = dict(program.shapes), dict(program.shapes)  # of parts, and of what is cut
         self._calls: list[TensorCall] = []
         self._specs: dict[str, Spec] = {}
-        self._made: dict[tuple[str, Spec], str] = {}  # tensors in another spec than they were written in
+        # tensors in another spec than they were written in; what every stage has for itself, by stage
+        self._made: dict[tuple[str, Spec, int], str] = {}
         self._free = set() if batch else set(program.parameters)  # that no call has read yet
         self._products = frozenset(self._free)  # parameters whose columns may be cut
         self._arriving: dict[str, Spec] = {}  # inputs that no call has read yet
@@ -139,7 +141,8 @@ class Cutting(Generic[Step]):
             plan = self._plan(later, specs)
             for name, spec in zip(call.reads, plan[0], strict=True):
                 if name in live and specs[name] != spec:
-                    sent += math.prod(self._whole[name]) * (2 if specs[name] == SUM else 1)
+                    again = _ATTENTION_AGAIN if call.op == "attention" else 1
+                    sent += math.prod(self._whole[name]) * (2 if specs[name] == SUM else again)
                     specs[name] = spec
             specs.update(zip(call.writes, plan[1], strict=True))
             live = {name for name in (*live, *call.writes) if specs[name] is not None}
@@ -184,12 +187,13 @@ class Cutting(Generic[Step]):
             self._specs[name] = want
             self._name_parts(name, want)
             return name
-        if (name, want) in self._made:
-            return self._made[name, want]
+        key = name, want, call.stage if name in self._program.everywhere else 0
+        if key in self._made:
+            return self._made[key]
         if have is not None and want is not None:
-            return self._made.setdefault((name, want), self._as(self._as(name, None, call), want, call))
-        lies = "whole" if want is None else f"at {want}"
-        made = self._made.setdefault((name, want), f"{name} {lies} {self._axis or 'micro'}")
+            return self._made.setdefault(key, self._as(self._as(name, None, call), want, call))
+        lies, of_stage = "whole" if want is None else f"at {want}", f" for stage {key[2]}" if key[2] else ""
+        made = self._made.setdefault(key, f"{name} {lies} {self._axis or 'micro'}{of_stage}")
         self._shapes[made] = self._whole[made] = self._whole[name]
         plain = replace(call, settings={"axis": self._axis, "count": self._count}, ops=no_ops)
         if have is None:

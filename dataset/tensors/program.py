@@ -16,10 +16,12 @@ import numpy as np
 
 from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.capture.captured import Captured
+from stepsight.dataset.job.job import Job, JobLike
 from stepsight.dataset.kinds.op import MOST_SIZE, check_sizes
 from stepsight.dataset.tensors.calls import POINTWISE, Array, Shape, Shapes, TensorCall
 from stepsight.dataset.tensors.cuts import Cutting, staged
 from stepsight.dataset.tensors.exported_reader import open_exported
+from stepsight.dataset.tensors.job_reader import JobReader
 from stepsight.dataset.tensors.onnx_reader import open_onnx
 from stepsight.dataset.tensors.ranks import (
     PRECISIONS,
@@ -90,6 +92,25 @@ class TensorProgram(TensorStep):
             CaptureError: If the file is no model, or its shapes are not known.
         """
         program = cls(**vars(read_step(Path(path), dims, precision)))
+        return program.with_training() if training else program
+
+    @classmethod
+    def of_job(cls, job: JobLike, *, training: bool = False) -> TensorProgram:
+        """The model of a job with its whole global batch on one device; transforms place it, in any order.
+
+        Args:
+            job: As in ``predict``: a ``Job``, its tables or a job file; its own strategy does not count.
+            training: With gradients of all parameters and their AdamW step.
+
+        Raises:
+            CaptureError: If the model is no dense decoder, or its precision is none of those of tensor programs.
+        """
+        found = Job.of(job)
+        if found.batch.precision not in PRECISIONS:
+            told = f"precision must be one of {', '.join(PRECISIONS)}, got {found.batch.precision}"
+            raise CaptureError(f"{told}: change batch.precision of the job")
+        step = JobReader(found).read()
+        program = cls(**vars(replace(step, precision=found.batch.precision, dtype=found.batch.precision)))
         return program.with_training() if training else program
 
     def __repr__(self) -> str:

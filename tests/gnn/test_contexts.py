@@ -125,7 +125,7 @@ def test_a_network_of_an_earlier_version_answers_as_it_did(tmp_path: Path, layer
     old = ("encode", "layers", "low", "high", f"heads.{form}")
     tensors = {n.removeprefix(f"heads.{form}."): t.numpy() for n, t in model.state_dict().items() if n.startswith(old)}
     save_file(tensors, tmp_path / "gnn.safetensors")
-    config = {"schema": 1, "bound": 2.0, "num_layers": layers, "features": list(model.features)}
+    config = {"schema": 1, "bound": model.bound, "num_layers": layers, "features": list(model.features)}
     (tmp_path / "gnn.json").write_text(json.dumps(config))
     loaded = load_network(tmp_path)
     assert loaded.form == form

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.job.specs import Straggler
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_folder import read_collection, read_event_file, read_run
 from stepsight.dataset.runs.run_manifest import read_box, read_manifest
@@ -156,12 +158,21 @@ def test_equal_programs_of_different_ranks_are_one(tmp_path: Path) -> None:
     assert segments[0].program is segments[3].program
 
 
-def test_a_collective_takes_as_long_as_on_the_rank_that_came_last(tmp_path: Path) -> None:
-    """The same collective is matched across ranks, and its slot leaves the skew between them out."""
+def test_a_collective_takes_the_mean_of_its_ranks(tmp_path: Path) -> None:
+    """The same collective is matched across ranks; its slot holds the time that equal ranks wait for each other."""
     trace = read_run(write_run(tmp_path, 2))
     assert trace.rendezvous == [{0: 1, 1: 1}]
     assert [rank.duration_s[1] for rank in trace.ranks] == pytest.approx([50e-6, 60e-6])
     slots = [segment.slot_s[1] for segment in trace.segments() if segment.label == "forward"]
+    assert slots[0] == slots[1] and 50e-6 < slots[0] <= 55e-6
+
+
+def test_ranks_that_are_known_to_be_slow_do_not_lengthen_collectives(tmp_path: Path) -> None:
+    """The simulator makes the others wait for a straggler: a collective takes as long as on the rank that came last."""
+    trace = read_run(write_run(tmp_path, 2))
+    slow = replace(trace.manifest.job.cluster, stragglers=(Straggler(rank=0, slowdown=1.5),))
+    told = replace(trace, manifest=replace(trace.manifest, job=replace(trace.manifest.job, cluster=slow)))
+    slots = [segment.slot_s[1] for segment in told.segments() if segment.label == "forward"]
     assert slots[0] == slots[1] <= 50e-6
 
 
