@@ -48,8 +48,7 @@ class JobReader(ModelReader):
         model, size = self._model, (self._rows, self._model.seq_len)
         self.shapes["tokens"] = size
         table = self._parameter("embedding.weight", model.vocab, model.hidden)
-        looked_up = ("embedding", {}, [table, "tokens"])
-        x = self._call(looked_up, "embedding", (*size, model.hidden), _embedded)
+        x = self._call(("embedding", {}, [table, "tokens"]), "embedding", (*size, model.hidden), _embedded)
         if model.family == "gpt":
             x = self._sum(x, self._parameter("positions.weight", model.seq_len, model.hidden), "positions")
         else:
@@ -119,8 +118,8 @@ class JobReader(ModelReader):
         for part, of in zip("qkv", parts, strict=True):
             count = self.shapes[of][-1] // wide
             rows = self._call(("reshape", {}, [of]), f"{name}.{part} heads", (batch, length, count, wide))
-            turned = ("permute", {"order": (0, 2, 1, 3)}, [rows])
-            head = self._call(turned, f"{name}.{part} heads", (batch, count, length, wide))
+            shape = (batch, count, length, wide)
+            head = self._call(("permute", {"order": (0, 2, 1, 3)}, [rows]), f"{name}.{part} heads", shape)
             heads.append(self._rotated(head, f"{name}.{part}") if model.family == "llama" and part != "v" else head)
         shape = (batch, model.heads, length, wide)
         attended = self._call(("attention", {"causal": True}, heads), name, shape, _attended)
