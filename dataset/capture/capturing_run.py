@@ -170,6 +170,9 @@ _HINTS = {
     "DataDependentOutput": f"a result depends on {_VALUES}",
     "GuardOnDataDependent": f"the script branches on {_VALUES}",
     "a sharding strategy": "no DTensor takes this op, in a real run neither: leave its module unsharded",
+    "dummy base class": "CUDA graphs are not captured: run the script without them",
+    "FlexAttention does not": "flex_attention is not captured: use scaled_dot_product_attention in its place",
+    "torch/nested/": f"nested tensors are not captured: their sizes are {_VALUES}; pad them",
     "in _merge_one": "context parallelism adds up parts of attention by rows, and the kernel for fp32 pads its sums to "
     "32 rows: by PyTorch's own shapes a real run fails too; give each part a multiple of 32 rows, or use bf16",
     "torchrec/distributed/": "of torchrec's sharded modules EmbeddingBagCollection alone is captured: predict others "

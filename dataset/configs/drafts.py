@@ -69,6 +69,11 @@ class Unknown(str):
     """What a configuration has for a value that it does not tell, as what a command prints; nothing is read from it."""
 
 
+def named(setting: str, texts: str) -> bool:
+    """Whether texts name a setting."""
+    return re.search(rf"(?<![\w.-]){re.escape(setting)}(?![\w-])", texts) is not None
+
+
 @dataclass(slots=True)
 class Draft:
     """Values of a job that a reader of a configuration fills.
@@ -83,6 +88,7 @@ class Draft:
     sources: dict[str, str] = field(default_factory=dict)  # by key: the words of the configuration that state it
     reasons: dict[str, str] = field(default_factory=dict)  # by key: why a value is assumed that nothing states
     ignored: list[str] = field(default_factory=list)  # what no key of a job expresses
+    settings: dict[str, str] = field(default_factory=dict)  # all settings that were stated, as written, by their name
     told: list[str] = field(default_factory=list)  # the keys that were set, in their order; ignored: of what none does
 
     @property
@@ -126,6 +132,10 @@ class Draft:
         self.ignored.append(shorten(text, 160))
         self.told.append("ignored")
 
+    def names(self, setting: str) -> bool:
+        """Whether the words of a key, or what is ignored, name a setting."""
+        return named(setting, " ".join([*self.sources.values(), *self.reasons.values(), *self.ignored]))
+
     def choose(self, framework: str, words: str) -> None:
         """Set the framework, which a configuration states."""
         self.framework, self.sources["framework"] = framework, words
@@ -166,15 +176,12 @@ class Reading:
         found = [(words, name) for name in told for words in (draft.sources, draft.reasons) if name in words]
         texts = " ".join([*(words[name] for words, name in found), *draft.ignored[ignored:]])
         for name in self._looked:
-            if not self._named(name, texts):
+            if not named(self.source(name), texts):
                 if not found:
                     continue
                 words, last = found[-1]
                 words[last] += f"; {self.written(name)}"
             self._settled.add(name)
-
-    def _named(self, name: str, texts: str) -> bool:
-        return re.search(rf"(?<![\w.-]){re.escape(self.source(name))}(?![\w-])", texts) is not None
 
     def map(self, key: str, value: Any, *names: str, words: str = "") -> None:
         """Set a key of the job by the first of some settings; if none is stated, the value is the framework's default.
@@ -275,10 +282,10 @@ class Reading:
 
     def ignore_rest(self) -> None:
         """Record the settings that set nothing, or only what later ones set again."""
-        texts = " ".join([*self.draft.sources.values(), *self.draft.reasons.values(), *self.draft.ignored])
         for name in self._stated:
-            if name not in self._settled or not self._named(name, texts):
+            if name not in self._settled or not self.draft.names(self.source(name)):
                 self.ignore(self.written(name))
+            self.draft.settings[self.source(name)] = self.written(name)
 
     def written(self, name: str) -> str:
         """A setting as the configuration writes it, with its value."""

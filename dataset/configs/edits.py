@@ -21,6 +21,8 @@ from stepsight.dataset.configs.shell_scripts import read_script
 from stepsight.dataset.job.job import Job
 
 _OPTION = re.compile(r"^\s*--([\w-]+)(?: (.*))?$", re.MULTILINE)
+_SAID = re.compile(r"(?:^|; )(?:--)?([\w.-]+)(?: ([^;]+))?")  # settings in the words of a key
+_PARTS = "parallel", "batch", "model", "optimizer"
 _VARIABLE = re.compile(r"[\"']?\$\{?(\w+)\}?[\"']?")
 Changes = Mapping[str, tuple[Any, Any]]  # by setting: its value before and after; None: it is not there
 
@@ -41,6 +43,11 @@ def edit_config(path: Path, before: Job, after: Job, name: str, beside: Sequence
     stated, notes = dict[str, Any](), list[str]()  # what the command states besides the file is not in the file
     with suppress(JobError):
         own = read_configs([path, *beside], Given(values={"cluster.hardware": after.cluster.hardware}))
+        known, parts = {*old, *new}, {part: (getattr(before, part), getattr(after, part)) for part in _PARTS}
+        for key, words in own.sources.items():  # what says the same under another name
+            differs = len({getattr(of, key.partition(".")[2], None) for of in parts.get(key.partition(".")[0], ())}) > 1
+            said = _SAID.findall(words) if differs else []
+            changes |= {name: (value or True, None) for name, value in said if name not in known}
         stated, nodes = _settings(write_config(own.job, name), path.suffix), own.mapped.get("cluster.nodes")
         if nodes not in (None, after.cluster.nodes):
             notes.append(f"{own.sources['cluster.nodes']} stays: the strategy is for {after.cluster.nodes} nodes")
@@ -94,12 +101,9 @@ def _masked(text: str, path: Path) -> str:
 
 def _of_words(text: str, changes: Changes, path: Path) -> str:
     """Options of a script or a file of arguments; a value that is a variable changes where the variable is set."""
-    short = re.search(r"(?<![\w-])--recompute-activations(?![\w-])[ \t]?", _masked(text, path))
-    if short and "recompute-granularity" in changes:  # the short form of selective recomputation
-        text = text[: short.start()] + text[short.end() :]
     for name, (old, new) in changes.items():
         seen = _masked(text, path)
-        value = "" if True in (old, new) else r"(=|\s+)([^\s\\)]+)"
+        value = "" if True in (old, new) else r"(=|\s+)(\"[^\"\s]*\"|'[^'\s]*'|[^\s\\)\"']+)"
         found = re.search(rf"(?<![\w-])--{name}(?![\w-]){value}", seen)
         anchor = re.search(r"(?<![\w-])--micro-batch-size(?=[= ])", seen) or re.search(r"(?<![\w-])--(?=\w)", seen)
         if found is None and anchor and new is not None:

@@ -281,11 +281,10 @@ def read_configs(paths: str | Path | Sequence[str | Path], given: Given | None =
         if not missing:
             _fill_cluster(draft, given)
             _fill_batch(draft)
-        of_run = {key: draft.sources.get(key, "") for key in draft.values if key.startswith("run.")}
-        for key in of_run:
+        for key in [key for key in draft.values if key.startswith("run.")]:
             draft.drop(key)
-        for words in filter(None, of_run.values()):
-            if not any(words in text for text in (*draft.sources.values(), *draft.reasons.values(), *draft.ignored)):
+        for name, words in draft.settings.items():  # of a key that a later file, or the user, set again
+            if not draft.names(name):
                 draft.ignore(f"{words}: sets no key of this job")
         tables: dict[str, Any] = {"framework": draft.framework} if draft.framework else {}
         tables |= {name: table for name, table in draft.tables.items() if table}

@@ -180,6 +180,7 @@ def read_fabric_words(text: str, hardware: str) -> tuple[tuple[str, ...], str]:
     table, links = preset("hardware.toml")["fabric_words"], find_fabric(usual_fabric(hardware)).intra_node
     named, usual = table["presets"], {"nccl", *hardware_name(hardware).split("-"), *table["usual"].split()}
     said = re.sub(r"\([^)]*\)", " ", text.lower()).replace("omni-path", "omnipath")
+    said = re.sub(r"(?<![a-z0-9])(?:\d+x)?[\d.]*(?=[a-z])", " ", said)  # 8x100GbE
     words = dict.fromkeys(re.findall(r"(?<![a-z0-9])[a-z][a-z0-9]+", said))
     if {"roce", "rocev2", "rdma"} & words.keys():
         words = {word: None for word in words if word not in table["either"]}

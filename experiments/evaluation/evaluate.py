@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.base.errors import JobError, PredictorError, TableError
+from stepsight.dataset.base.errors import JobError, PredictorError, TableError, shorten
 from stepsight.dataset.hardware.hardware import read_fabric_words
 from stepsight.dataset.job.frameworks import GENERIC, unknown_frameworks
 from stepsight.experiments.evaluation import error_metrics
@@ -89,7 +89,9 @@ class Evaluation:
         large = [f"{row.row.row_id} of {_short(row.row.source)}" for row in rows if not row.fits]
         said = f"{len(large)} of {len(rows)} runs that ran are said not to fit in memory: {_named(large)}"
         counted = [f"{count} row{'s' * (count > 1)}: {doubt}" for doubt, count in doubts.items()]
-        return [*filter(None, (unknown, said if large else "")), *counted]
+        unread = dict.fromkeys(name for row in rows for name in row.row.unread)
+        ignored = f"columns that are not read: {shorten(', '.join(unread), 400)}" if unread else ""
+        return [*filter(None, (unknown, said if large else "", ignored)), *counted]
 
     def __repr__(self) -> str:
         mape = errors([row.predicted_s for row in self.scored], [row.measured_s for row in self.scored]).mape

@@ -24,6 +24,7 @@ MOST = 1e18  # of any number: larger ones are typing mistakes
 SHORTEST_S, LONGEST_S = 1e-6, 1e7  # of an iteration
 _OF_TRANSFORMERS = ("family", "layers", "hidden", "seq_len", "micro_batch", "precision")
 UNKNOWN = ("", "nan", "na", "none?")
+_ASKED_FIRST = ("hardware", "gpus", "iteration_time_s")  # by all that take a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +117,13 @@ class Row:
     """One measured run."""
 
     cells: Mapping[str, str]  # text by column; an empty or absent cell is unknown
+    wrong: str = ""  # why none of its cells can be read
+    unread: tuple[str, ...] = ()  # the table's columns that no row is read from
 
     def text(self, key: str) -> str:
         """A cell, or an empty string if it is unknown."""
+        if self.wrong and key in _ASKED_FIRST:
+            raise RowError(self.wrong)
         value = (self.cells.get(key) or "").strip()
         return "" if value.lower() in UNKNOWN else value
 
@@ -206,8 +211,10 @@ def read_runs_table(path: Path) -> list[Row]:
     rows = list[Row]()
     try:
         reader = csv.DictReader(io.StringIO(read_unpacked(path).decode("utf-8-sig"), newline=""))
-        found = read_header(reader.fieldnames or ())
+        found = read_header(written := reader.fieldnames or ())
         reader.fieldnames = names = [name for name, _ in found]
+        known = {column.name for column in columns()} | {"row_id", "iter_time_derivation"}
+        unread = tuple(name.strip() for name, (own, _) in zip(written, found, strict=True) if own not in known)
         needed = [column.name for column in columns() if column.needed]
         if "tables" in names:  # recommendation models have no sizes of transformers
             needed = [name for name in needed if name not in _OF_TRANSFORMERS]
@@ -216,13 +223,14 @@ def read_runs_table(path: Path) -> list[Row]:
             raise TableError(f"{rule}: `stepsight evaluate --explain-columns` says what else they may be called")
         for cells in reader:
             if None in cells or None in cells.values():
-                raise TableError(f"line {reader.line_num}: more or fewer cells than columns")
+                rows.append(Row({"row_id": str(reader.line_num)}, "it has more or fewer cells than columns"))
+                continue
             for name, factor in found:
                 if factor != 1.0 and cells[name].strip():
                     with suppress(ValueError):  # other text stays as it is, and its reader refuses it
                         cells[name] = repr(float(cells[name]) * factor)
             numbered = cells if (cells.get("row_id") or "").strip() else {**cells, "row_id": str(reader.line_num)}
-            rows.append(Row(numbered))
+            rows.append(Row(numbered, unread=unread))
     except TableError as error:
         raise TableError(f"{path}: {error}") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:

@@ -97,8 +97,11 @@ def judge_table(
             rule = f"--software must be a part of the software of some rows ({names:.400})"
             raise TableError(f"{rule}, got {software!r:.80}")
         measured = measured.take(kept)
-    measured, groups_of, doubts = _by_recipes(measured, predictor_of)
+    measured, others, doubts = _of_its_devices(measured, predictor_of)
+    measured, groups_of, found = _by_recipes(measured, predictor_of)
+    doubts += found
     predicted, skipped = predict_table(measured, predictor_of, fabric, on_rows, groups_of)
+    skipped = {**others, **skipped}
     known = np.flatnonzero(np.isfinite(predicted))
     if not len(known):
         if (held_out := _held_out(measured, predictor_of, skipped)) is not None:
@@ -127,6 +130,23 @@ def _family(work: Op | Collective) -> str:
         return label_of(work)
     own = work.record.bound == "compute" and DTYPE_BYTES[work.dtype] != 2
     return f"{work.family}/{work.dtype}" if own else work.family
+
+
+def _of_its_devices(
+    measured: Measurements, predictor_of: PredictorOf
+) -> tuple[Measurements, dict[str, int], list[str]]:
+    """The rows of devices that their predictor serves, the number of others by reason, and a doubt of an only device:
+    its rows may call it by another name than its facts.
+    """
+    served = {name: predictor.hardware.name for name in set(measured.device) if (predictor := predictor_of(name))}
+    foreign = {name: serves for name, serves in served.items() if name not in ("", serves)}
+    if not foreign or len({*measured.device} - {""}) == 1:
+        return measured, {}, [f"the rows are of {name}, the predictor is for {own}" for name, own in foreign.items()]
+    kept = [index for index, name in enumerate(measured.device) if name not in foreign]
+    counts = Counter(f"the predictor is for {foreign[name]}: {name}" for name in measured.device if name in foreign)
+    if not kept:
+        raise TableError(f"a table must have rows that can be predicted, got none ({'; '.join(sorted(counts)):.400})")
+    return measured.take(kept), dict(counts), []
 
 
 def _by_recipes(measured: Measurements, predictor_of: PredictorOf) -> tuple[Measurements, list[str | int], list[str]]:

@@ -142,11 +142,12 @@ def _runs_table(path: Path) -> dict[str, Any]:
     from stepsight.experiments.evaluation.runs_table import read_runs_table
 
     try:
-        rows = read_runs_table(path)
+        every = read_runs_table(path)
     except StepsightError as error:
         raise StepsightError(
             f"{error}; a table of ops and collectives is imported first: `stepsight import csv {path}`"
         ) from None
+    rows = [row for row in every if not row.wrong]
     words, told, cells = ("hardware", "framework"), dict[str, dict[str, Any]](), list[list[object]]()
     for name in dict.fromkeys(row.source for row in rows):
         some = [row for row in rows if row.source == name]
@@ -156,8 +157,11 @@ def _runs_table(path: Path) -> dict[str, Any]:
         sizes = " to ".join(dict.fromkeys((gpus[0], gpus[-1])))
         cells.append([shorten(name, 50), len(some), sizes, *(shorten(", ".join(of), 50) for of in used.values())])
     text = table(["source", "rows", "gpus", *words], cells)
+    left = (
+        f", and {len(every) - len(rows)} rows with more or fewer cells than columns" if len(rows) < len(every) else ""
+    )
     uses = "`stepsight evaluate` judges predictions on it, `stepsight calibrate` corrects a predictor with it"
-    return {"runs": str(path), "sources": told, "text": f"table {path}: {len(rows)} runs\n{text}\n{uses}"}
+    return {"runs": str(path), "sources": told, "text": f"table {path}: {len(rows)} runs{left}\n{text}\n{uses}"}
 
 
 def _predictor(path: Path) -> dict[str, Any]:

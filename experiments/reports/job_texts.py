@@ -135,6 +135,7 @@ def training_report(predictor: Predictor, out: Path) -> dict[str, Any]:
         lines = ["a fifth of the shapes, held out:", table_of(rows, names)]
     head += f": {manifest['num_ops']} ops, {manifest['num_collectives']} collectives"
     lines += [f"warning: {warning}" for warning in manifest.get("warnings", ())]
+    lines += [f"left out {count}: {why}" for why, count in manifest.get("skipped", {}).items()]
     keys = ("num_ops", "num_collectives", "software", "collective_library", "skipped", "warnings")
     used = {key: manifest[key] for key in keys if key in manifest}
     return {**told, **used, "held_out": held_out, "text": "\n".join([head, *lines])}

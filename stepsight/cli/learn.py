@@ -204,7 +204,7 @@ def _to_correct(named: Path, runs: Path) -> Predictor:
     if not is_word(named):
         return load_predictor(named)
     rows = read_runs_table(runs) if runs.is_file() and runs.suffix != ".parquet" else []
-    devices = sorted({canonical_hardware(row.text("hardware")) for row in rows})
+    devices = sorted({canonical_hardware(row.text("hardware")) for row in rows if not row.wrong})
     if len(devices) == 1 and (learned := asked_predictor(devices[0], named)) is not None:
         return learned
     on = f"runs on {', '.join(devices) or 'devices that it does not name'}"

@@ -140,6 +140,7 @@ def _ops(
             skipped[f"the facts of {hardware.name} state no peak for {work.dtype}"] += 1
             continue
         found.setdefault((work, table.software[index]), []).append(float(table.seconds[index]))
+    _count_folded(found.values(), skipped)
     labels = {op: label(op.family, op, hardware) for op, _ in found}
     counts: dict[str, Counter[str]] = {}
     for op, name in found:
@@ -170,8 +171,14 @@ def _collectives(
         else:
             key = (work, FABRICS[links] if links in FABRICS else find_fabric(fabric))
             found.setdefault(key, []).append(float(table.seconds[index]))
+    _count_folded(found.values(), skipped)
     works, fabrics = tuple(work for work, _ in found), tuple(links for _, links in found)
     return CollectiveRows(works, fabrics, medians(found.values()), np.ones(len(found), dtype=np.bool_)), library
+
+
+def _count_folded(times: Iterable[Sequence[float]], skipped: Counter[str]) -> None:
+    if folded := sum(len(each) - 1 for each in times):
+        skipped["folded into the median of equal rows"] += folded
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._dynamo import trace_rules
 from torch._dynamo.variables import builder
+from torch._functorch import partitioners
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import Node
 from torch.fx.passes.split_module import split_module
@@ -39,6 +40,8 @@ def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> No
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for module in (one_rank_group, distributed, fake_tensors, recorder, value_estimates):
         trace_rules.add(module.__name__)  # what runs beneath the script is no part of it
+    # Recomputed random ops read a saved state of the generator: a host's call without a kernel.
+    patch(partitioners, functionalize_rng_ops=lambda joint, forward, backward, symbols: (forward, backward))
     if not on_host:  # what the compiler cannot trace beside the fake device runs as it is written
         torch._dynamo.config.suppress_errors = True
     wrapped = builder.wrap_to_fake_tensor_and_record

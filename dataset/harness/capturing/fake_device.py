@@ -21,6 +21,7 @@ import torch.nn.utils.clip_grad as clip_grad
 import torch.utils._foreach_utils as foreach_utils
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import _init_utils
 from torch.distributed.tensor import _sharding_prop
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
@@ -216,6 +217,49 @@ def install_corrections(world: FakeWorld, *, on_host: bool = False) -> None:
     for owner, name in ((reducer, "_rebuild_buckets"), (propagator, "_propagate_tensor_meta_non_cached")):
         patch(owner, **{name: world.recorder.paused()(getattr(owner, name))})
     patch(_sharding_prop, _are_we_tracing=lambda: False)
+    _on_the_device_alone()
+
+
+def _on_the_device_alone() -> None:
+    """Parts of PyTorch that look whether a tensor is on a GPU."""
+    device_of = _init_utils._get_compute_device
+    patch(_init_utils, _get_compute_device=lambda module, ignored, _, *more: device_of(module, ignored, None, *more))
+    patch(nn.SyncBatchNorm, forward=_synchronised_norm)
+    patch(ddp.DistributedDataParallel, _passing_sync_batchnorm_handle=always(None))
+
+
+class _SynchronisedNorm(torch.autograd.Function):
+    """A batch norm of all ranks: the forward gathers statistics, the backward adds sums of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, norm: nn.SyncBatchNorm) -> Tensor:
+        mine = x.new_empty(2 * x.shape[1] + 1, dtype=torch.float32)
+        everyone = mine.new_empty(mine.numel() * dist.get_world_size(norm.process_group))
+        dist.all_gather_into_tensor(everyone, mine, norm.process_group)
+        kept = norm.running_mean, norm.running_var
+        out, *saved = torch.native_batch_norm(x, weight, bias, *kept, True, 0.1, norm.eps)
+        ctx.save_for_backward(x, weight, *kept, *saved)
+        ctx.norm = norm
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        x, weight, *saved = ctx.saved_tensors
+        dist.all_reduce(x.new_empty(2 * x.shape[1], dtype=torch.float32), group=ctx.norm.process_group)
+        needed = [True, weight is not None, weight is not None]
+        return *torch.ops.aten.native_batch_norm_backward(gradient, x, weight, *saved, True, ctx.norm.eps, needed), None
+
+
+def _synchronised_norm(self: nn.SyncBatchNorm, x: Tensor) -> Tensor:
+    """The forward of ``SyncBatchNorm``, whose kernels are CUDA's alone."""
+    if self.training and self.num_batches_tracked is not None:
+        self.num_batches_tracked.add_(1)
+    if not self.training or not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
+        own, kept = (self.weight, self.bias), (self.running_mean, self.running_var)
+        batch = self.training or kept[0] is None
+        return nn.functional.batch_norm(x, *kept, *own, batch, 0.1, self.eps)
+    made: Tensor = _SynchronisedNorm.apply(x, self.weight, self.bias, self)
+    return made
 
 
 def _one_process() -> None:

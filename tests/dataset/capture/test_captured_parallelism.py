@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,3 +119,63 @@ def test_uneven_parts_are_as_large_as_what_is_sent_or_received(tmp_path: Path) -
     script.write_text(textwrap.dedent(UNEVEN), "utf-8")
     ranks = capture(CaptureRequest(script, (), 2, ranks=(0, 1))).to_dict()["ranks"]
     assert [rank["collectives"][0]["num_bytes"] for rank in ranks] == [32 * 256, 64 * 256]
+
+
+ON_THE_DEVICE = f"""
+    import torch, torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn import functional as F
+    from torch.utils.checkpoint import checkpoint
+    dist.init_process_group("nccl")
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear({HIDDEN}, 3 * {HIDDEN})
+        def forward(self, x):
+            q, k, v = (part.unflatten(-1, ({HEADS}, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    class Again(Attention):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+    x = torch.randn(2, 64, {HIDDEN}, device="cuda")
+    model = MODEL
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        BEFORE
+        model(x).square().mean().backward()
+        optimizer.step()
+"""
+NORM = "nn.parallel.DistributedDataParallel(nn.SyncBatchNorm(64).cuda(), device_ids=[0])"
+
+
+def _taken(tmp_path: Path, model: str, before: str = "pass") -> dict[str, Any]:
+    script = tmp_path / "train.py"
+    text = ON_THE_DEVICE.replace("MODEL", model).replace("BEFORE", before)
+    script.write_text(textwrap.dedent(text), "utf-8")
+    (rank,) = capture(CaptureRequest(script, (), SIZE, ranks=(0,))).to_dict()["ranks"]
+    sizes = {row["kind"]: row["num_bytes"] for row in rank["collectives"]}
+    return {"ops": rank["ops_by_kind"], "sizes": sizes}
+
+
+def test_parts_that_look_for_a_device_find_one(tmp_path: Path) -> None:
+    """A compiled and recomputed attention, FSDP with the device of its module, and a batch norm of all ranks."""
+    compiled = _taken(tmp_path, "torch.compile(Again().cuda())")["ops"]
+    assert compiled["attention"] == 2 and compiled["attention_backward"] == 1 and compiled["fused"]
+    sharded = _taken(tmp_path, "FullyShardedDataParallel(Attention().cuda(), device_id=torch.device('cuda', 0))")
+    assert sharded["sizes"]["reduce_scatter"] == 4 * 3 * HIDDEN * (HIDDEN + 1)
+    norm = _taken(tmp_path, NORM)
+    assert norm["ops"]["batch_norm"] == norm["ops"]["batch_norm_backward"] == 1
+    assert norm["sizes"]["all_gather"] == SIZE * 4 * (2 * 64 + 1)
+
+
+@pytest.mark.parametrize(
+    ("before", "message"),
+    [
+        ("torch.cuda.CUDAGraph()", "CUDA graphs are not captured"),
+        ("torch.nested.nested_tensor([x[0, :3], x[0]], layout=torch.jagged) * 2", "nested tensors are not captured"),
+    ],
+)
+def test_what_is_not_captured_is_named(before: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=message):
+        _taken(tmp_path, "Attention().cuda()", before)

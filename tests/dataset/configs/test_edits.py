@@ -102,3 +102,19 @@ def test_what_cannot_be_changed_is_empty(tmp_path: Path) -> None:
     edited = edit_config(path, job, replace(job, parallel=replace(job.parallel, tp=2, dp=8)), "megatron")
     assert job.parallel.tp == 8 and edited is not None and edited.text == ""
     assert "states tensor-model-parallel-size where it cannot be changed" in edited.notes[0]
+
+
+def test_a_setting_that_ends_a_quoted_text_and_one_of_another_name_are_changed(tmp_path: Path) -> None:
+    """The quote stays; layers of a virtual stage, which the written settings count in stages, are taken out."""
+    text = (
+        f'ARGS="{MODEL}--num-layers-per-virtual-pipeline-stage 2 --global-batch-size 64 --recompute-granularity full"'
+    )
+    more = 'PAR="--seed 1 --pipeline-model-parallel-size 4 --tensor-model-parallel-size 2"'
+    (path := tmp_path / "run.sh").write_text(f"{text}\n{more}\n{LAUNCH}$ARGS $PAR\n")
+    job = read_configs([path]).job
+    assert job.parallel.virtual_stages == 2
+    for changes in ({"pp": 1, "virtual_stages": 1, "dp": 8}, {"pp": 2, "virtual_stages": 4, "dp": 4}):
+        best = replace(job, parallel=replace(job.parallel, **changes, tp=2, recompute="none"))  # type: ignore[arg-type]
+        edited = edit_config(path, job, best, "megatron-script")
+        assert edited is not None and edited.text.count('"') == 4 and '--tensor-model-parallel-size 2"' in edited.text
+        assert "per-virtual" not in edited.text and "recompute" not in edited.text and "--seed 1" in edited.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -197,3 +198,17 @@ def test_training_arguments_state_products_and_buckets(
     assert (found.job.batch.precision, found.job.parallel.bucket_mbytes) == (precision, mbytes)
     assert ("tf32 true" in found.ignored) == (precision == "bf16" and "tf32" in stated)
     assert ("ddp_bucket_cap_mb 50" in found.ignored) == ("fsdp" in stated)
+
+
+def test_settings_of_a_key_that_is_set_again_are_listed(tmp_path: Path) -> None:
+    """By another file of the run, and by the user: no words of a key name them any more."""
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16, "vocab_size": 1000}
+    model = {"model_type": "llama", **sizes, "intermediate_size": 4096, "torch_dtype": "float16"}
+    (config := tmp_path / "config.json").write_text(json.dumps(model))
+    deepspeed = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}}
+    (beside := tmp_path / "ds.json").write_text(json.dumps(deepspeed))
+    given = Given(values={"model.seq_len": 512, "cluster.nodes": 1, "batch.micro_batch": 1, "batch.global_batch": 64})
+    read = read_configs([config, beside], given)
+    told = [line.partition(":")[0] for line in read.ignored if "sets no key" in line]
+    assert read.mapped["batch.precision"] == "bf16"
+    assert told == ["torch_dtype float16", "train_micro_batch_size_per_gpu 2"]

@@ -320,6 +320,7 @@ def test_a_dispatchers_host_takes_its_calls_and_a_launch_for_each_expert() -> No
         ("8x400Gb/s IB per node (DGX reference)", "a100-sxm-80gb", ""),
         ("RoCE 400 Gb/s per GPU (3-layer Clos, 24K cluster)", "a100-sxm-80gb", ""),
         ("400G RoCE over Ethernet", "a100-sxm-80gb", ""),
+        ("2xHDR100, 1.6Tb/s, RoCE v2", "a100-sxm-80gb", ""),
     ],
 )
 def test_words_for_a_fabric_name_its_preset(text: str, hardware: str, preset: str) -> None:
@@ -332,8 +333,9 @@ def test_words_that_are_not_understood_are_said_with_the_nearest_presets() -> No
     found = read_fabric_words("2x carrier pigeons, efaa", "a100-sxm-80gb")
     assert found[0] == () and "not understood (carrier, pigeons, efaa)" in found[1]
     assert "aws-p4d" in found[1] and "dgx-a100" in found[1]
-    found = read_fabric_words("100 Gb/s Ethernet", "a100-sxm-80gb")
-    assert "not understood (ethernet)" in found[1] and "roce-400-a100, sockets-100g-a100" in found[1]
+    for text, word in (("100 Gb/s Ethernet", "ethernet"), ("100GbE", "gbe"), ("8x25GbE", "gbe")):
+        found = read_fabric_words(text, "a100-sxm-80gb")
+        assert f"not understood ({word})" in found[1] and "roce-400-a100, sockets-100g-a100" in found[1]
 
 
 def test_unknown_keys_of_a_fabric_are_named_whatever_their_types() -> None:

@@ -218,3 +218,13 @@ def test_words_for_links_that_are_not_understood_are_said(tmp_path: Path) -> Non
     (warning,) = [each for each in evaluate(path).warnings if "pigeons" in each]
     assert warning.startswith("1 row: words for the fabric of a100-sxm-80gb are not understood (carrier, pigeons)")
     assert "name a preset, such as dgx-a100" in warning
+
+
+def test_each_row_and_column_is_used_or_told(tmp_path: Path) -> None:
+    """A row with more cells than columns does not stop the others; a misspelt column is named."""
+    path = write_runs(tmp_path / "runs.csv", run_row(), run_row(row_id="2", notes="one, two"), run_row(row_id="3"))
+    ends = ("recmpute", "x", "y", "z")
+    path.write_text("".join(f"{a},{b}\n" for a, b in zip(path.read_text().splitlines(), ends, strict=True)))
+    result = evaluate(path)
+    assert "columns that are not read: recmpute" in result.warnings
+    assert len(result.scored) == 2 and result.skipped == {"it has more or fewer cells than columns": 1}

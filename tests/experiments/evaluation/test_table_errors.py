@@ -124,3 +124,17 @@ def test_compiled_runs_are_figures_of_their_own(tmp_path: Path) -> None:
     assert {row["apart"] for row in compiled} == set(told["apart"]) == {COMPILED}
     assert figures["mape"] == pytest.approx(np.mean([abs(row["error_percent"]) for row in compiled]))
     assert f"apart, {COMPILED} (2 runs): mean error" in told["text"]
+
+
+def test_rows_of_devices_that_the_predictor_is_not_for_are_left_out() -> None:
+    """Of several devices; the rows of an only one are predicted, with a doubt."""
+    predictor, table = shipped_predictor("a100-sxm-80gb"), _table()
+    assert predictor is not None
+    some = replace(table, device=("t4-pcie-16gb",) + (predictor.hardware.name,) * (len(table) - 1))
+    result = judge_table(some, lambda _: predictor)
+    assert result.skipped == {"the predictor is for a100-sxm-80gb: t4-pcie-16gb": 1}
+    assert result.overall.used == len(table) - 1
+    alone = judge_table(replace(table, device=("t4-pcie-16gb",) * len(table)), lambda _: predictor)
+    assert alone.doubts[0] == "the rows are of t4-pcie-16gb, the predictor is for a100-sxm-80gb"
+    with pytest.raises(TableError, match=r"got none.*t4-pcie-16gb"):
+        judge_table(replace(table, device=("t4-pcie-16gb", *("p4-pcie-8gb",) * (len(table) - 1))), lambda _: predictor)
