@@ -88,6 +88,10 @@ class Framework:
     mean_tokens: int = 0  # tokens of a sequence of bert that are computed on average, if it is not shorter; 0: all
     hierarchical: bool = False
     partial_rows: bool = True
+    # By how much a month's later release changes the time, in log units, and the month for which the time holds that
+    # follows from the profile.
+    drift_log: float = 0.0
+    drift_from: str = ""
 
     def __post_init__(self) -> None:
         allowed = {key.partition(".")[2]: words for key, words in CHOICES.items()} | _OWN_CHOICES
@@ -99,6 +103,11 @@ class Framework:
                     raise JobError(f"framework {self.name}: {item.name} must be one of {words}, got {word!r:.80}")
         for key, holds, rule in (
             ("until", not self.until or re.fullmatch(_MONTH, self.until), "be a month as 2021-11"),
+            (
+                "drift_from",
+                re.fullmatch(_MONTH if self.drift_log else "", self.drift_from),
+                "be a month",
+            ),
             ("loss_share", 0 < self.loss_share <= 1, "lie in (0, 1]"),
             ("mean_tokens", self.mean_tokens >= 0, "be >= 0"),
             ("vocab_multiple", self.vocab_multiple >= 1, "be >= 1"),

@@ -202,6 +202,8 @@ def _job(row: Row, framework: Framework) -> Job:
         parallel["expert_tp"] = 0 if parallel["dp"] * parallel["cp"] % parallel["ep"] == 0 else 1
     batch: dict[str, Any] = {key: row.known(key) for key in ("micro_batch", "global_batch")}
     execution = {name: row.text(name) for name in ("kernels", "container") if row.text(name)}
+    dates = row.text("date")[:7], *map(frameworks.release_month, (row.text("container"), row.text("framework")))
+    execution |= {"date": date} if (date := next(filter(None, dates), "")) else {}
     execution |= {name: frameworks.plain_version(row.text(name)) for name in frameworks.LIBRARIES if row.text(name)}
     batch["precision"] = precision_of(row.text("precision"))
     tables = {"framework": framework.name, "model": model, "parallel": parallel, "batch": batch}

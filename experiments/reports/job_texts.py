@@ -65,6 +65,7 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
         "framework": profile and f"{job.framework}: profile {profile.name}{of} sets what the job file leaves open",
         "source": prediction.source,
         "software": prediction.software_used if stated else "",
+        "release": prediction.software_used.release,
         "published": prediction.published,
         "change": prediction.change and prediction.change.text,
     }

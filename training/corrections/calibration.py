@@ -20,6 +20,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.training.corrections.corrector import Corrector
 from stepsight.training.corrections.intervals import MOST_LOG
+from stepsight.training.corrections.releases import drift_of
 from stepsight.training.corrections.residual import JobFeatures, PublishedRuns, Residual, block_of
 
 Array = NDArray[np.float64]
@@ -117,7 +118,7 @@ class JobCorrection(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibration(Saved):
-    """``calibrated = scale * exp(published + residual) * seconds``; the seconds are simulated with the constants."""
+    """``calibrated = scale * exp(release + published + residual) * seconds``, simulated with the constants."""
 
     scale: float = 1.0  # multiplies every duration; 1: uncalibrated
     constants: Constants = field(default_factory=Constants, metadata=IF_SET)  # multiply durations by what bounds them
@@ -128,6 +129,8 @@ class Calibration(Saved):
     judged_log: float = field(default=0.0, metadata=IF_SET)  # likewise the runs that judged it
     # what published runs say of jobs near them; None: nothing, or they are switched off
     published: PublishedRuns | None = field(default=None, metadata=IF_SET)
+    # whether the time holds for the month of the framework's profile, so that the release that a job states changes it
+    dated: bool = field(default=False, metadata=IF_SET)
 
     def factor(self, job: Job, software: str = "") -> float:
         """The factor of a job's simulated time."""
@@ -135,11 +138,13 @@ class Calibration(Saved):
 
     def least_factor(self, job: Job) -> float:
         """The least factor of jobs that differ from this one in strategy."""
-        return self.scale * math.exp(sum(each[0].limits[0] for each in self._residuals([job], [job.framework])))
+        least = sum(each[0].limits[0] for each in self._residuals([job], [job.framework]))
+        return self.scale * math.exp(least + (drift_of(job) if self.dated else 0.0))
 
     def of_jobs(self, jobs: Sequence[Job], software: Sequence[str]) -> list[JobCorrection]:
-        """The corrections of jobs by residuals; ``software``: what runs each."""
-        logs, known = np.zeros(len(jobs)), [list[tuple[float, float]]() for _ in jobs]
+        """The corrections of jobs by their release and by residuals; ``software``: what runs each."""
+        logs = np.array([drift_of(job) if self.dated else 0.0 for job in jobs])
+        known = [list[tuple[float, float]]() for _ in jobs]
         for residual, width, index, likes in self._residuals(jobs, software):
             found, shares = residual.posterior(likes)
             halves = width * np.sqrt(residual.spread**2 * (1.0 - shares) + residual.noise**2)

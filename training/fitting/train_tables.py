@@ -317,7 +317,8 @@ def fit_calibration(predictor: Predictor, rows: Sequence[TimedJob]) -> Calibrati
     Fewer than ``FEWEST_GROUPS`` groups of runs give one factor for each iteration alone, that of the residual.
     """
     assert rows
-    start = Calibration(predictor.calibration.scale, published=predictor.calibration.published)
+    own = predictor.calibration
+    start = Calibration(own.scale, published=own.published, dated=own.dated)
     likes = [row.like for row in rows]
     shared = covariance(Columns.of(likes), Columns.of(likes))
     measured = np.log([row.seconds / start.factor(row.job) for row in rows])

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.base.files import Saved
+from stepsight.dataset.base.files import IF_SET, Saved
 from stepsight.dataset.job.frameworks import GENERIC, LIBRARIES, framework_in, release_month, version_numbers
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.training.corrections.releases import drift_text, months_of, months_taught, stated_month
 from stepsight.training.kernels.kernel_models import label
 from stepsight.training.predictor.predictor import Predictor
 
@@ -19,16 +20,9 @@ from stepsight.training.predictor.predictor import Predictor
 OLDEST_NCCL = "2.18"
 
 P = TypeVar("P", bound=Any)  # a prediction
-# The drift comes from 53 pairs of published runs of 13 models: the same layout on the same devices with two releases of
-# NeMo that have one profile (DGX Cloud's recipes, Megatron-Bridge's summaries, MLPerf's LoRA rounds).  The later run is
-# faster by 0.67 % a month on average, +- 0.53 % over models.  With a whole model left out, the full rate predicts the
-# later run no better than no drift, and a half predicts it slightly better (4.53 to 4.61 % error instead of 4.65 %), so
-# the rate is multiplied by its value over its value and its standard error.  Nine pairs of ten differ by less than
-# ``SPREAD_LOG`` for the square root of the months between them, beside the drift.
-RATE_LOG = {"nemo": -0.0067 * 0.0067 / (0.0067 + 0.0053)}  # a month, by framework; all others: no dated pairs
+# Nine pairs of ten of dated runs (``releases``) differ by less than this for the square root of the months between
+# them, beside the drift.
 SPREAD_LOG = 0.05
-TAUGHT = ("2024-04", "2026-08")  # first and last release of the pairs: outside, the drift stands still
-USUAL = {"nemo": "2025-10"}  # the middle of the dated runs that the profile was compared with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +35,7 @@ class SoftwareUsed(Saved):
     nccl: tuple[str, ...] = ()  # versions that collectives were measured with
     unused: tuple[str, ...] = ()  # stated facts that do not change the prediction, each with the reason
     doubts: tuple[str, ...] = ()  # stated facts that the prediction does not stand for, so that it may be wrong
+    release: str = field(default="", metadata=IF_SET)  # and by how much it changes the time; empty: it does not
 
     def __str__(self) -> str:
         parts = [f"{family} by {name}" for family, name in self.kernels.items()]
@@ -84,7 +79,9 @@ def software_used(job: Job, predictor: Predictor | None, works: Iterable[Op | Co
         stated = getattr(execution, name)
         if stated and not (name == "nccl" and (stated in nccl or not _described(stated, nccl))):
             unused.append(f"{name} {stated} does not change the answer: no table compares its versions")
-    return SoftwareUsed(profile=_profile(job), kernels=kernels, nccl=nccl, unused=tuple(unused), doubts=tuple(doubts))
+    release = drift_text(job) if predictor is not None and predictor.calibration.dated else ""
+    told = SoftwareUsed(profile=_profile(job), kernels=kernels, nccl=nccl, release=release)
+    return replace(told, unused=tuple(unused), doubts=tuple(doubts))
 
 
 def _described(version: str, measured: tuple[str, ...]) -> bool:
@@ -116,7 +113,8 @@ def with_change(prediction: P, change: SoftwareChange | None) -> P:
     """A prediction of a job with the drift to another release of its software; None: as it is."""
     if change is None:
         return prediction
-    seconds = prediction.iteration_time_s * math.exp(change.log_factor)
+    counted = prediction.predictor is not None and prediction.predictor.calibration.dated  # the job states the release
+    seconds = prediction.iteration_time_s * (1.0 if counted else math.exp(change.log_factor))
     changed: P = replace(prediction, iteration_time_s=seconds, change=change)
     return changed
 
@@ -130,34 +128,21 @@ def software_stated(date: str, container: str) -> dict[str, Any]:
 def software_change(usual: Job, asked: Job) -> SoftwareChange:
     """The drift between the software that a job states and the one that is asked about."""
     before, after = (_profile(job) for job in (usual, asked))
-    family = after.partition("-")[0]
-    since, until = _date(usual) or USUAL.get(family, ""), _date(asked)
-    if not family:
+    profile = asked.profile if after else None
+    until = stated_month(asked)
+    if profile is None:
         return SoftwareChange(text="the job names no framework, so another release changes nothing")
+    since = stated_month(usual) or profile.drift_from
     if not since or not until:
         which = "the job states no date" if until else "no month is known of the container"
         return SoftwareChange(text=f"{which}, so nothing but the profile of {after} counts: no drift is known from it")
-    months = _months(until) - _months(since)
-    doubt = SPREAD_LOG * math.sqrt(abs(months))
+    months = months_of(until) - months_of(since)
+    within = months_taught(since, until)
+    doubt = math.hypot(SPREAD_LOG * math.sqrt(abs(months)), profile.drift_log * (abs(months) - abs(within)))
     name = f"{after} of {until} instead of {since}"
-    if before != after:
-        return SoftwareChange(0.0, doubt, f"{name}: profile {after} instead of {before or 'none'}, without a drift")
-    first, last = map(_months, TAUGHT)
-    within = min(max(_months(until), first), last) - min(max(_months(since), first), last)
-    rate = RATE_LOG.get(family, 0.0)
-    log_factor, beyond = rate * within, abs(months) - abs(within)
-    doubt = math.hypot(doubt, rate * beyond)
-    if not rate:
-        return SoftwareChange(0.0, doubt, f"{name}: no pairs of dated runs of {family}, so the time stays")
+    name += "" if before == after else f": profile {after} instead of {before or 'none'}"
+    if not profile.drift_log:
+        return SoftwareChange(0.0, doubt, f"{name}: no pairs of dated runs of {after}, so the time stays")
+    log_factor = profile.drift_log * within
     percent = 100 * math.expm1(log_factor)
     return SoftwareChange(log_factor, doubt, f"{name}: {percent:+.1f} % by the drift of 53 pairs of dated runs")
-
-
-def _date(job: Job) -> str:
-    return job.execution.date or release_month(job.execution.container)
-
-
-def _months(date: str) -> int:
-    """Months since year 0; the middle of a year that states no month."""
-    year, _, month = date[:7].partition("-")
-    return 12 * int(year) + (int(month) - 1 if month else 6)

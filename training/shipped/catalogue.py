@@ -134,7 +134,9 @@ def shipped_predictor(name: str) -> Predictor | None:
     serves = same_chip(hardware, measured) if hardware.name in recipe.twins else None
     kernel = replace(predictor.kernel, hardware=measured, serves=serves, software=recipe.kernels)
     near = published_runs().on((recipe.hardware, *recipe.twins))
-    return replace(predictor, hardware=hardware, kernel=kernel).with_published(near if near.runs else None)
+    calibration = replace(predictor.calibration, dated=True)
+    predictor = replace(predictor, hardware=hardware, kernel=kernel, calibration=calibration)
+    return predictor.with_published(near if near.runs else None)
 
 
 @cached(256)

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.job.frameworks import release_month
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.evaluation.error_metrics import score
 from stepsight.experiments.evaluation.row_jobs import PublishedJob, framework_of, jobs_of, precision_of
 from stepsight.experiments.evaluation.runs_table import Row, RowError
+from stepsight.training.corrections.releases import drift_of
 from tests.experiments.evaluation.run_tables import digest_of, job_of, run_row
 
 
@@ -205,8 +207,11 @@ def test_a_job_file_that_names_its_framework_says_the_same(framework: str) -> No
         },
         "batch": {"micro_batch": 2, "global_batch": 64, "precision": "fp16"},
         "cluster": {"hardware": "a100-sxm-80gb", "nodes": 2, "devices_per_node": 8, "fabric": "dgx-a100"},
+        "execution": {"date": release_month(framework)},
     }  # fmt: skip
-    assert replace(Job.from_dict(tables), framework="") == replace(job_of(row).job, framework="")
+    written, read = Job.from_dict(tables), job_of(row).job
+    assert replace(written, framework="") == replace(read, framework="")
+    assert drift_of(written) == drift_of(read)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from stepsight.dataset.base.errors import PredictorError
+from stepsight.dataset.job.frameworks import FRAMEWORKS
 from stepsight.dataset.job.job import Job
-from stepsight.training.prediction.ask_many import predict
-from stepsight.training.predictor.software_used import RATE_LOG, SPREAD_LOG, software_change
+from stepsight.training.corrections.releases import TAUGHT
+from stepsight.training.prediction.ask_many import predict, predict_many
+from stepsight.training.predictor.software_used import SPREAD_LOG, software_change
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "llama3-70b-fsdp-512.toml"
 
@@ -74,13 +76,16 @@ def test_a_date_before_its_container_is_in_doubt() -> None:
     assert any("before the release of container" in text for text in early.warnings)
 
 
+RATE_LOG = FRAMEWORKS["nemo"].drift_log  # a month
+
+
 def nemo(date: str) -> Job:
     return Job.of(EXAMPLE, {"framework": "nemo", "execution.date": date})
 
 
 def test_a_later_release_is_faster_and_doubted_by_the_months_between() -> None:
     change = software_change(nemo("2025-01"), nemo("2025-05"))
-    assert change.log_factor == pytest.approx(4 * RATE_LOG["nemo"]) and change.log_factor < 0
+    assert change.log_factor == pytest.approx(4 * RATE_LOG) and change.log_factor < 0
     assert change.doubt_log == pytest.approx(2 * SPREAD_LOG)
     back = software_change(nemo("2025-05"), nemo("2025-01"))
     assert (back.log_factor, back.doubt_log) == (-change.log_factor, change.doubt_log)
@@ -92,9 +97,23 @@ def test_outside_of_the_dated_runs_the_drift_stands_still_and_the_doubt_grows() 
     assert latest.log_factor == later.log_factor and latest.doubt_log > later.doubt_log
 
 
-def test_another_profile_brings_its_facts_and_no_drift() -> None:
+def test_another_profile_of_the_software_brings_its_facts_and_the_drift() -> None:
     change = software_change(nemo("2025-01"), nemo("2026-06"))
-    assert change.log_factor == 0 and "profile nemo-2026-06 instead of nemo" in change.text
+    assert change.log_factor == pytest.approx(17 * RATE_LOG) and "profile nemo-2026-06 instead of nemo" in change.text
+
+
+def test_a_stated_release_changes_the_time_of_shipped_predictors_alone() -> None:
+    """The same job with the date of the profile takes as long as without a date; a roofline knows of no releases."""
+    plain, usual = Job.of(EXAMPLE, {"framework": "nemo"}), nemo(FRAMEWORKS["nemo"].drift_from)
+    later, early = nemo("2025-08"), nemo("2020-01")
+    base = predict(plain).iteration_time_s
+    assert predict(usual).iteration_time_s == base and not predict(usual).software_used.release
+    assert predict(later).iteration_time_s == pytest.approx(base * math.exp(4 * RATE_LOG))
+    assert "2025-08" in predict(later).software_used.release
+    first = predict(nemo(TAUGHT[0])).iteration_time_s
+    assert predict(early).iteration_time_s == first > base
+    assert predict_many([later, plain])[0].iteration_time_s == pytest.approx(predict(later).iteration_time_s)
+    assert predict(later, "roofline").iteration_time_s == predict(plain, "roofline").iteration_time_s
 
 
 def test_software_without_dated_runs_keeps_its_time() -> None:
@@ -111,7 +130,7 @@ def test_software_without_dated_runs_keeps_its_time() -> None:
 def test_predict_answers_for_a_date_and_for_a_container() -> None:
     usual = nemo("2025-01")
     now, later = predict(usual), predict(usual, date="2025-05")
-    assert later.iteration_time_s == pytest.approx(now.iteration_time_s * math.exp(4 * RATE_LOG["nemo"]))
+    assert later.iteration_time_s == pytest.approx(now.iteration_time_s * math.exp(4 * RATE_LOG))
     assert later.high_s / later.iteration_time_s > now.high_s / now.iteration_time_s
     assert later.to_dict()["software"]["change"]["log_factor"] < 0 and "change" not in now.to_dict()["software"]
     assert sum(later.breakdown.values()) == pytest.approx(later.iteration_time_s)
