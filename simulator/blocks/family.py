@@ -115,7 +115,8 @@ def loss(shape: RankShape, rows: int, classes: int, statistics: tuple[Item, ...]
     if shape.model.fused_loss:
         ends = shape.op("cross_entropy", rows, classes), shape.op("cross_entropy_backward", rows, classes)
         saved = (Saved(rows * classes * shape.dtype_bytes),)
-        return Step("loss", (ends[0], *statistics, *again), (ends[1],), saved=saved)
+        # Metrics are computed after the backward, when nothing but the logits is left.
+        return Step("loss", (ends[0], *statistics, *again), (ends[1],), saved=saved, in_place=True)
     apart = kernels.separate_kernels or kernels.token_metrics or kernels.casts_parameters
     casts = main_casts(shape, rows * classes) if apart else ()
     metrics = token_metrics(shape, rows, classes) if kernels.token_metrics else ()

@@ -94,6 +94,7 @@ class Step:
     saved: tuple[Saved, ...] = ()  # what forward keeps for backward; each tensor is named by one step
     # what forward or backward needs for a moment beside what its ops read and write; negative where they say too much
     temporary_bytes: int = 0
+    in_place: bool = False  # whether it needs nothing beside what it keeps, which its gradient overwrites
     attention_core: bool = False  # whether selective recomputation repeats this step
     module: str = ""  # what it is part of, one of RECOMPUTE_MODULES or empty: jobs may name modules to recompute
     # whether full recomputation leaves out its last op, a product, since what it returns is kept

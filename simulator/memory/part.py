@@ -130,7 +130,7 @@ def _working_bytes(step: Step) -> float:
     """The largest temporary memory of a step, without kept tensors and parameters."""
     numel, kept = sum(step.parameters), step.saved_bytes
     most = 0.0
-    for item in (*step.forward, *step.backward, *step.weight_grad):
+    for item in () if step.in_place else (*step.forward, *step.backward, *step.weight_grad):
         if isinstance(item, Comm):
             most = max(most, item.work.num_bytes * item.work.record.buffers)
         elif isinstance(item, Op):

@@ -183,3 +183,18 @@ def test_the_largest_moment_is_the_peak(name: str) -> None:
     totals = [stage.total for stage in estimate_memory(job, hardware).stages]
     moments = estimate_moments(job, hardware)
     assert [array.max() for array in moments] == pytest.approx(totals)
+
+
+def test_a_loss_in_place_needs_the_logits_alone(make_job: JobMaker, gpu: Hardware) -> None:
+    """Their gradient overwrites them, and metrics are computed when no activation is left."""
+
+    def peak(vocab: int, **model: Any) -> float:
+        small = {**LARGE, "layers": 1, "vocab": vocab, "tied_embeddings": True, **model}
+        return estimate_memory(make_job(micro_batch=8, precision="bf16", model=small), gpu).peak_bytes
+
+    tokens, more = 8 * LARGE["seq_len"], 64000
+    own, metrics = ([peak(vocab, fused_loss=True, metric_losses=n) for vocab in (more, 2 * more)] for n in (0, 2))
+    parameters = 18 * more * LARGE["hidden"]
+    assert metrics == own
+    assert own[1] - own[0] == pytest.approx(2 * tokens * more + parameters, rel=0.25)
+    assert own[1] < peak(2 * more) - 2 * tokens * more
