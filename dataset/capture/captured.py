@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Captured:
     local_size: int  # ranks of a node
     torch: str  # version of PyTorch
     ranks: tuple[CapturedRank, ...]  # the captured ones, by number
+    chosen: Mapping[int, str] = field(default_factory=dict)  # which have the largest part of an exchange, and of what
 
     @property
     def graphs(self) -> tuple[Program, ...]:
@@ -46,7 +47,8 @@ class Captured:
     def to_dict(self) -> dict[str, Any]:
         """Counts of ops, FLOP and collectives of each rank: what ``stepsight capture --json`` prints."""
         of = {"script": self.script, "world_size": self.world_size, "devices_per_node": self.local_size}
-        return {**of, "torch": self.torch, "ranks": [rank_summary(each) for each in self.ranks]}
+        of |= {"torch": self.torch, "largest_parts": {str(rank): text for rank, text in self.chosen.items()}}
+        return {**of, "ranks": [rank_summary(each) for each in self.ranks]}
 
 
 def rank_summary(captured: CapturedRank) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, zip_longest
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ NO_OUTPUT = "none"  # for the last line that a script wrote
 Progress = Callable[[int, int | str, str], None]
 Ranks = tuple[int, ...]
 Issued = tuple[str, str, int, str]  # group by torch's name, kind, bytes, line of the script
+Largest = tuple[Ranks, str]  # ranks of a group with the largest part, and what they exchange
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class CaptureRequest:
     arguments: tuple[str, ...]  # its arguments
     world_size: int  # ranks of the job
     local_size: int = 8  # ranks of a node
-    # which ranks; empty: rank 0, and its peers, on and on: one for each pipeline stage, and the first and the last of
-    # the ranks that exchange rows with an all-to-all
+    # which ranks; empty: rank 0, and its peers, on and on: one for each pipeline stage, and the first, the last and the
+    # one with the largest part of the ranks that exchange rows with an all-to-all
     ranks: tuple[int, ...] = ()
     warm_up: int = 1  # training steps before the one that is captured
     device: str = "cuda"  # cuda, or cpu: the script finds no GPU, and its ops are those of the host
@@ -68,6 +69,7 @@ def capture(request: CaptureRequest, on_rank: Progress | None = None) -> Capture
     waiting, done, version = list(request.ranks or (0,)), dict[int, CapturedRank](), ""
     boundaries = dict[int, Any]()  # by the rank that has the first stage
     issued = dict[int, dict[Ranks, list[Issued]]]()  # by rank
+    largest = dict[Ranks, Largest]()
     while waiting:
         rank = waiting.pop(0)
         if rank in done:
@@ -81,15 +83,26 @@ def capture(request: CaptureRequest, on_rank: Progress | None = None) -> Capture
         if record["boundary"] is not None:
             boundaries.setdefault(rank, record["boundary"])
         done[rank], issued[rank] = graph_of_record(record, request.local_size), issued_by_group(record)
-        version = record["torch"]
+        version, largest = record["torch"], largest_parts(record) | largest
         if not request.ranks:
-            waiting += [peer for peer in peers(done[rank]) if peer not in done and peer not in waiting]
+            found = peers(done[rank]) + [larger[-1] for larger, _ in largest.values() if not {*larger} & {*done}]
+            waiting += [peer for peer in dict.fromkeys(found) if peer not in done and peer not in waiting]
         check_orders(issued)
         if len(done) + len(waiting) > MOST_RANKS:
             raise CaptureError(f"at most {MOST_RANKS} ranks can be captured at once: name some with --ranks 0,1,...")
+    for group, (larger, told) in largest.items():
+        if not {*larger} & {*done}:
+            text = (
+                f"rank {larger[-1]} {told} and is not captured: a step takes longer than predicted, and may need more "
+            )
+            text += f"memory; capture it too: --ranks {','.join(map(str, sorted({*done, larger[-1]})))}"
+            place = min({*group} & {*done})
+            graph = done[place].graph
+            done[place] = replace(done[place], graph=graph.replace(warnings=(*graph.warnings, text)))
     script = " ".join([request.script.name, *request.arguments])
     ranks = tuple(done[rank] for rank in sorted(done))
-    return Captured(script, request.world_size, request.local_size, version, ranks)
+    chosen = {larger[-1]: told for larger, told in largest.values() if told and larger[-1] in done}
+    return Captured(script, request.world_size, request.local_size, version, ranks, chosen)
 
 
 def peers(captured: CapturedRank) -> list[int]:
@@ -104,6 +117,19 @@ def peers(captured: CapturedRank) -> list[int]:
         ranks, kind = graph.groups[group][1], graph.works[work].kind
         found |= dict.fromkeys(ranks if kind == "send_recv" else ranks[-1:] if kind == "all_to_all" else ())
     return [rank for rank in found if rank != captured.rank]
+
+
+def largest_parts(record: Mapping[str, Any]) -> dict[Ranks, Largest]:
+    """The ranks of each group that exchange most with a record's rank; only this one if it is among them."""
+    found, own = dict[Ranks, Largest](), record["rank"]
+    for group, exchanged in record["exchanged"]:
+        ranks, most = tuple(record["groups"][group][1]), max(exchanged)
+        larger = tuple(rank for rank, part in zip(ranks, exchanged, strict=True) if part == most)
+        usual = sorted(exchanged)[len(ranks) // 2]
+        told = f"has the largest part of what {len(ranks)} ranks exchange: {most / 1e6:.4g} MB with rank {own}, "
+        told += f"usual are {usual / 1e6:.4g} MB"
+        found[ranks] = (own,) if own in larger else larger, told if most > usual else ""
+    return found
 
 
 def _run(request: CaptureRequest, rank: int, **more: Any) -> dict[str, Any]:

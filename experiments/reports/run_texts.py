@@ -98,6 +98,7 @@ def capture_text(told: dict[str, Any]) -> str:
             table_of(rank["collectives"], sent, 0) if rank["collectives"] else "no collectives",
             _counts("op", "count", rank["ops_by_kind"]),
         ]
+    lines += [f"\nrank {rank} {text}" for rank, text in told.get("largest_parts", {}).items()]
     told_once = warnings_once(text for rank in told["ranks"] for text in rank["warnings"])
     lines += ["", *(f"warning: {text}" for text in told_once)] if told_once else []
     return "\n".join([*lines, f"\nwrote {told['out']}"] if "out" in told else lines)

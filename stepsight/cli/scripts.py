@@ -180,7 +180,8 @@ def capture_command(
         out: Folder to write: new, or an earlier capture, which is replaced.
         rank: Rank to capture; short for --ranks with one number.
         ranks: Ranks to capture, as 0,8,16. auto: rank 0, every rank to which it sends messages, also through others
-            (one of each pipeline stage), and the last rank of each all-to-all group (experts).
+            (one of each pipeline stage), the last rank of each all-to-all group (experts), and the rank with
+            the largest part, where parts differ.
         devices_per_node: Ranks on each node.
         warm_up: Training steps before the captured one.
         device: cuda, or cpu: the script then finds no GPU and runs CPU ops.

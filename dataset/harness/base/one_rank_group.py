@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Call:
     waits: bool = False  # whether it runs on the stream that issues it
     direction: str = ""  # of a message: ``send`` or ``recv``
     peer: int = -1  # of a message: a rank of the group
+    exchanged: Sequence[int] = ()  # bytes of each rank's parts, where they may differ
 
     @property
     def num_bytes(self) -> int:
@@ -79,7 +81,8 @@ class OneRankGroup(_Base):  # type: ignore[misc]
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         given, lists = listed(inputs), outputs if isinstance(outputs[0], list) else [outputs]
         flat = [part for parts in lists for part in parts]
-        return self._issue(Call(LISTS, flat, given, flat, _each(self._gather, lists, given), blocking(opts)))
+        call = Call(LISTS, flat, given, flat, _each(self._gather, lists, given), blocking(opts))
+        return self._issue(replace(call, exchanged=by_rank(*map(part_bytes, lists))))
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         if outputs:
@@ -96,7 +99,8 @@ class OneRankGroup(_Base):  # type: ignore[misc]
         got, lists = listed(outputs), inputs if isinstance(inputs[0], list) else [inputs]
         flat = [part for parts in lists for part in parts]
         effect = _each(partial(self._take, opts=opts), got, lists)
-        return self._issue(Call("reduce_scatter", flat, flat, got, effect, blocking(opts)))
+        call = Call("reduce_scatter", flat, flat, got, effect, blocking(opts))
+        return self._issue(replace(call, exchanged=by_rank(*map(part_bytes, lists))))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         got = listed(outputs)
@@ -107,15 +111,20 @@ class OneRankGroup(_Base):  # type: ignore[misc]
     def all_to_all_single(self, output: Tensor, given: Tensor, *rest: Any) -> Any:
         splits = rest[:2] if len(rest) >= 2 else ([], [])
         effect = partial(self._swap_rows, output, given, splits)
-        return self._to_all([output], [given], effect, rest[-1] if rest else None)
+        exchanged = by_rank(*map(row_bytes, (output, given), splits))
+        return self._to_all([output], [given], effect, rest[-1] if rest else None, exchanged)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        return self._to_all(outputs, inputs, partial(self._swap, outputs, inputs), opts)
+        parts = by_rank(*map(part_bytes, (outputs, inputs)))
+        return self._to_all(outputs, inputs, partial(self._swap, outputs, inputs), opts, parts)
 
-    def _to_all(self, outputs: list[Tensor], inputs: list[Tensor], effect: Effect, opts: Any) -> Any:
+    def _to_all(
+        self, outputs: list[Tensor], inputs: list[Tensor], effect: Effect, opts: Any, exchanged: Sequence[int]
+    ) -> Any:
         """Where parts are uneven, the larger of what is sent and what is received counts."""
         full = max(inputs, outputs, key=total_bytes)
-        return self._issue(Call("all_to_all", full, inputs, outputs, effect, blocking(opts)))
+        call = Call("all_to_all", full, inputs, outputs, effect, blocking(opts))
+        return self._issue(replace(call, exchanged=exchanged))
 
     allreduce_coalesced, allgather_coalesced = allreduce, allgather
     all_gather_single_coalesced, reduce_scatter_single_coalesced = all_gather_single, reduce_scatter_single
@@ -195,6 +204,21 @@ def _each(function: Callable[..., object], *columns: Sequence[Any]) -> Effect:
 def total_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes of all elements of some tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def by_rank(*sides: Sequence[int]) -> list[int]:
+    """Bytes of each rank's parts, of all sides together."""
+    return list(map(sum, zip_longest(*sides, fillvalue=0)))
+
+
+def part_bytes(parts: Sequence[Tensor]) -> list[int]:
+    """Bytes of each part."""
+    return [total_bytes([part]) for part in parts]
+
+
+def row_bytes(tensor: Tensor, rows: Sequence[int] | None) -> list[int]:
+    """Bytes of the rows of each rank; none if all have the same number."""
+    return [int(count) * (total_bytes([tensor]) // max(len(tensor), 1)) for count in rows or ()]
 
 
 def blocking(opts: Any) -> bool:

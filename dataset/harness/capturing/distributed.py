@@ -9,6 +9,7 @@ import os
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.pipelining import stage as _stage
 from torch.distributed.pipelining._utils import _derive_grad_metas, _StageBackwardMeta, _StageForwardMeta, _TensorMeta
 
-from ..base.one_rank_group import LISTS, Call, LateFuture, OneRankGroup, listed, total_bytes
+from ..base.one_rank_group import LISTS, Call, LateFuture, OneRankGroup, by_rank, listed, row_bytes, total_bytes
 from ..base.patching import always, patch
 from .recorder import COLLECTIVE, SYNCHRONISATION, Recorder, storage_of
 
@@ -47,6 +48,7 @@ class Collectives:
         self._recorder, self._scope, self._script = recorder, scope, script
         self.issued: list[tuple[int, str, str, int, str]] = []  # group, torch's name of it, kind, bytes, script's line
         self.groups: dict[tuple[int, ...], tuple[int, str]] = {}  # numbers and names for people, by their ranks
+        self.exchanged: dict[int, list[int]] = {}  # by group: bytes of each of its ranks' parts
         self._streams: dict[str, str] = {}  # of NCCL, by torch's name of the group
         self._numbers = Counter[tuple[int, ...]]()
         self._newest: dict[str, int] = {}  # node by torch's name of the group
@@ -72,6 +74,9 @@ class Collectives:
             group, _ = self.groups.setdefault(ranks, (len(self.groups), people))
             work = recorder.work(("collective", kind, call.num_bytes, group))
             reads, writes = (map(storage_of, part) for part in (call.reads, call.writes))
+            if call.exchanged:
+                before = self.exchanged.get(group, [0] * len(ranks))
+                self.exchanged[group] = list(map(add, before, call.exchanged))
             node = recorder.add((COLLECTIVE, work, self._numbers[ranks], kind), reads, writes, self._scope())
             self._numbers[ranks] += 1
             if not call.direction:  # NCCL runs what a communicator is given one after the other, whatever the streams
@@ -107,7 +112,9 @@ class Collectives:
         if isinstance(group, str):
             group = c10d._resolve_process_group(group)
         full = {"in": inputs, "out": outputs}.get(side) or max(inputs, outputs, key=total_bytes)
-        mark = self.issue(Call(kind, full, inputs, outputs), group.where)
+        splits = args[1:3] if kind == "all_to_all" else ()
+        exchanged = by_rank(*map(row_bytes, (outputs[0], inputs[0]), splits))
+        mark = self.issue(Call(kind, full, inputs, outputs, exchanged=exchanged), group.where)
         if mark is not None:
             self._marks.update({storage_of(tensor)._cdata: mark for tensor in outputs})
 

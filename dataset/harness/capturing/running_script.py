@@ -123,6 +123,7 @@ class Steps:
             **{name: list(getattr(recorder, name)) for name in ("works", "names", "streams", "notes")},
             **{"torch": torch.__version__, "boundary": self._boundary[0] if self._boundary else None},
             **{"nodes": recorder.nodes, "live_bytes": recorder.live_bytes, "issued": collectives.issued},
+            "exchanged": list(collectives.exchanged.items()),
             "edges": [[*ends, why] for ends, why in recorder.edges.items()],
             "groups": [[name, list(ranks)] for ranks, (_, name) in collectives.groups.items()],
         }

@@ -179,3 +179,36 @@ def test_parts_that_look_for_a_device_find_one(tmp_path: Path) -> None:
 def test_what_is_not_captured_is_named(before: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=message):
         _taken(tmp_path, "Attention().cuda()", before)
+
+
+LARGEST = """
+    import torch, torch.distributed as dist
+    dist.init_process_group("nccl")
+    rank, rows = dist.get_rank(), [1, 2, 7, 2]
+    model = torch.nn.Linear(64, 64, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        x = torch.randn(4 * rows[rank], 64, device="cuda")
+        y = torch.empty(sum(rows), 64, device="cuda")
+        {exchange}
+        model(y).square().mean().backward()
+        optimizer.step()
+"""
+EXCHANGES = {
+    "single": "dist.all_to_all_single(y, x, rows, [rows[rank]] * 4)",
+    "functional": "y = dist._functional_collectives.all_to_all_single(x, rows, [rows[rank]] * 4, dist.group.WORLD)",
+    "lists": "dist.all_to_all(list(y.split(rows)), list(x.chunk(4)))",
+    "gathered": "dist.all_gather(list(y.split(rows)), x[: rows[rank]])",
+}
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_the_rank_with_the_largest_part_is_captured_or_named(exchange: str, tmp_path: Path) -> None:
+    """The sizes that the first rank sees say which rank sends most, whatever call exchanges them."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(LARGEST.replace("{exchange}", EXCHANGES[exchange])), "utf-8")
+    captured = capture(CaptureRequest(script, (), 4))
+    assert 2 in [rank.rank for rank in captured.ranks] and [*captured.chosen] == [2]
+    named = capture(CaptureRequest(script, (), 4, ranks=(0, 3))).to_dict()["ranks"]
+    (warning,) = named[0]["warnings"]
+    assert warning.startswith("rank 2 has the largest part") and warning.endswith("--ranks 0,2,3")
