@@ -158,7 +158,7 @@ def _read_precision(reading: Reading) -> None:
         reading.map("batch.precision", "fp8", "fp8")
         for name in ("fp8_hybrid", "fp8_e4m3"):  # of NeMo, which format: a job has one fp8
             reading.find(name)
-        known = {"tensorwise": "dynamic", "blockwise": "dynamic", "mxfp8": "mxfp8"}
+        known = {"tensorwise": "current", "blockwise": "current", "mxfp8": "mxfp8"}
         reading.map("batch.fp8_scaling", known.get(reading.word("fp8_recipe"), "delayed"), "fp8_recipe")
     elif half:
         reading.map("batch.precision", half, half)

@@ -56,7 +56,9 @@ class KernelSemantics:
     # Whether parameters and logits of another type are cast where they are used, and their gradients back, as autocast
     # does; FSDP casts its shards before it gathers them.
     casts_parameters: bool = False
-    fp8_dynamic: bool = False  # operands in 8 bits are scaled by what they hold, where they are used
+    # Whether one kernel finds the largest value of an operand, by which another one scales and casts it.
+    finds_scales: bool = False
+    fp8_dynamic: bool = False  # weights too are cast where they are used, and inputs again in backward
     fp8_gathers: bool = True  # tensor-parallel ranks gather these operands in 8 bits
     casts_by_group: bool = False  # the operands of grouped products are cast by a kernel for each group
 
@@ -184,6 +186,7 @@ def _semantics(job: Job, on_cpu: bool, unsummed: bool) -> ExecutionSemantics:
         token_metrics=m.token_metrics,
         accumulation=kernels.accumulation if modules else sums,
         casts_parameters=kernels.casts_parameters and COMPUTE_DTYPE[precision] != main,
+        finds_scales=precision == "nvfp4" or (precision == "fp8" and batch.fp8_scaling not in ("delayed", "mxfp8")),
         fp8_dynamic=precision == "fp8" and batch.fp8_scaling in ("dynamic", "rowwise"),
         fp8_gathers=batch.fp8_scaling != "rowwise",
         casts_by_group=precision == "fp8" and batch.fp8_scaling == "mxfp8",

@@ -165,7 +165,7 @@ CHOICES: Mapping[str, Collection[Any]] = MappingProxyType(
         "parallel.context_parallel": ("ring", "all_gather"),
         "parallel.runtime": ("", *RUNTIMES),
         "batch.precision": PRECISIONS,
-        "batch.fp8_scaling": ("delayed", "dynamic", "rowwise", "mxfp8"),
+        "batch.fp8_scaling": ("delayed", "current", "dynamic", "rowwise", "mxfp8"),
         "optimizer.kind": ("adam", "adamw", *OTHER_OPTIMIZERS),
         "execution.engine": ("", *ENGINES),
         "execution.checkpoint": ("", REENTRANT, EARLY_STOP, PROJECTIONS),

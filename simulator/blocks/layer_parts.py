@@ -161,8 +161,12 @@ def kept(num_bytes: int, name: str) -> Saved:
 
 
 def cast(shape: RankShape, numel: int) -> tuple[Op, ...]:
-    """Quantise an operand of a matrix product to 8 or 4 bits, and its transpose; no ops in other precisions."""
-    largest = (shape.op("reduce", numel),) if shape.kernels.fp8_dynamic else ()
+    """Quantise an operand of a matrix product to 8 or 4 bits, and its transpose; no ops in other precisions.
+
+    A scale for a whole tensor that follows from what it holds takes two passes over it, also in NVFP4 (Transformer
+    Engine's recipes; NVIDIA 2025, arXiv:2509.25149, appendix C).
+    """
+    largest = (shape.op("reduce", numel),) if shape.kernels.finds_scales else ()
     return (*largest, shape.op("copy", numel)) if shape.quantizes else ()
 
 
