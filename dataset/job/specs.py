@@ -186,9 +186,10 @@ class BatchSpec:
             moments and loss in fp32), or ``pure-bf16`` or ``pure-fp16`` (parameters, gradients, moments and loss in 16
             bits).
         fp8_scaling: With ``fp8``: ``delayed`` (scales of earlier iterations, weights cast once an iteration:
-            Transformer Engine), ``dynamic`` (each operand is scaled by its largest value and cast where it is used,
-            weights too: torchao), ``rowwise`` (as ``dynamic``, with a scale for each row and other kernels) or
-            ``mxfp8`` (a scale for every 32 values, so that nothing is searched for; experts are cast one by one).
+            Transformer Engine), ``current`` (as ``delayed``, with a scale by the operand's largest value: likewise),
+            ``dynamic`` (as ``current``, with weights cast where they are used: torchao), ``rowwise`` (as ``dynamic``,
+            with a scale for each row and other kernels) or ``mxfp8`` (a scale for every 32 values, so that nothing is
+            searched for; experts are cast one by one).
         fp8_parameters: With ``fp8`` or ``nvfp4``: whether the model's parameters exist in the narrow type alone, beside
             the optimizer's main ones (``fp8_param_gather`` of Transformer Engine and Megatron); else in 16 bits too.
     """

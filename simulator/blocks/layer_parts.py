@@ -144,12 +144,9 @@ def accumulated(shape: RankShape, numel: int) -> tuple[Op, ...]:
     ``cast``: one kernel casts, another one adds.
     """
     if shape.kernels.accumulation == "cast":
-        return (*([shape.op("cast", numel)] if shape.casts else []), shape.main_op("add", numel))
-    if shape.kernels.accumulation == "read":
-        return (shape.op("reduce", numel),)
-    if shape.kernels.accumulation == "buffer":
-        return (shape.op("add" if shape.casts else "reduce", numel),)
-    return ()
+        return *main_casts(shape, numel), shape.main_op("add", numel)
+    kind = {"read": "reduce", "buffer": "add" if shape.casts else "reduce"}.get(shape.kernels.accumulation)
+    return (shape.op(kind, numel),) if kind else ()
 
 
 def kept(num_bytes: int, name: str) -> Saved:

@@ -89,23 +89,17 @@ def grouped_linear(
     ``sizes``: rows of all experts together, outputs and inputs of one.  ``casts_input``, ``casts_gradient``: whether
     kernels of their own cast the input in forward, the gradient in backward, where products have a narrower type.
     """
-    (rows, n, k), bias = sizes, shape.model.has_bias
-    groups = shape.model.experts // shape.ep.size
+    (rows, n, k), bias, groups = sizes, shape.model.has_bias, shape.model.experts // shape.ep.size
+    input_casts = _cast_groups(shape, rows * k) if casts_input else ()
+    gradient_casts = _cast_groups(shape, rows * n) if casts_gradient else ()
+    weight_casts = cast_again(shape, groups * n * k)
     return Step(
         name,
-        (
-            *(_cast_groups(shape, rows * k) if casts_input else ()),
-            *cast_again(shape, groups * n * k),
-            _product(shape, "grouped_linear", (groups, rows, n, k)),
-        ),
-        (
-            *(_cast_groups(shape, rows * n) if casts_gradient else ()),
-            *cast_again(shape, groups * n * k),
-            _product(shape, "grouped_linear_dgrad", (groups, rows, n, k)),
-        ),
+        (*input_casts, *weight_casts, _product(shape, "grouped_linear", (groups, *sizes))),
+        (*gradient_casts, *weight_casts, _product(shape, "grouped_linear_dgrad", (groups, *sizes))),
         (
             *cast_again(shape, rows * k),
-            _product(shape, "grouped_linear_wgrad", (groups, rows, n, k)),
+            _product(shape, "grouped_linear_wgrad", (groups, *sizes)),
             *(accumulated(shape, n * k) if groups == 1 else ()),
             *([shape.op("bias_grad", rows, n)] if bias else []),
         ),
@@ -158,6 +152,10 @@ def _bias(shape: RankShape, numel: int) -> Step:
 # Part of an all-to-all's time that the overlap with another micro-batch saves: 3.7 of 8.3 s in a run of Qwen3 30B on 16
 # H100 with experts over both nodes (Megatron-Bridge 0.6, skills/nemo-mbridge-perf-expert-parallel-overlap, July 2026).
 HIDDEN = 0.45
+# Time of HybridEP's kernels within NVLink relative to NCCL's all-to-all of as many bytes.  On GB200 they move 751 GB/s
+# among 8 ranks and 624 among 32 (DeepEP's docs/README_Hybrid-EP.md, 2025-26: mean of dispatch in 16 bits and combine,
+# 32 processors); by NCCL's table of B200, and what follows from it for 32 ranks, it is 634 and 472.
+HYBRID_EP = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,14 +182,9 @@ def token_counts(shape: RankShape) -> Tokens:
     received = round(copies * busiest)
     gathered = shape.expert_tp > 1 and shape.sequence_parallel
     computed = received * tp if gathered else received
-    if _sends_once(shape):
+    if shape.ep.size > 1 and shape.dispatcher != "alltoall":
         received = round(routed * places_of_token(shape, shape.ep.size) * busiest)
     return Tokens(routed, round(copies * min(1.0, most)), received, computed)
-
-
-def _sends_once(shape: RankShape) -> bool:
-    """Whether a token travels once to each rank that has one of its experts."""
-    return shape.dispatcher != "alltoall" and shape.ep.size > 1
 
 
 def places_of_token(shape: RankShape, places: int) -> float:
@@ -214,7 +207,7 @@ def experts(shape: RankShape) -> Block:
     if model.shared_experts:
         inside = mlp(shape, model.shared_experts * model.expert_ffn, "shared_", keeps="norm2")
         shared = (fork(shape, "shared"), *in_module(inside, "shared_experts"))
-    if _sends_once(shape):
+    if shape.ep.size > 1 and shape.dispatcher != "alltoall":
         out: Block = _once_to_each_rank(shape, count, shared)
         first: Block = (_router(shape, count),)
     else:
@@ -286,6 +279,7 @@ def _once_to_each_rank(shape: RankShape, count: Tokens, shared: Block) -> Block:
     if nodes > 1:  # what crosses nodes is slower than what is passed on within them, and runs beside it
         group, places = Group(nodes, 1), nodes
     share = places_of_token(shape, places) / places_of_token(shape, shape.ep.size)
+    share *= HYBRID_EP if shape.dispatcher == "hybridep" and nodes == 1 else 1.0
     here = _travels(shape, group, round(count.received * share) * model.hidden * shape.dtype_bytes)
     sizes = count.computed, count.received, model.hidden
     sort, join = (shape.op("permute", *sizes),), (shape.op("unpermute", *sizes),)

@@ -121,7 +121,7 @@ def jobs(draw: st.DrawFn, *, uneven_cluster: bool = False) -> Job:
                 micro_batch=2,
                 global_batch=2 * micro_batches * dp,
                 precision=one_of(*precisions),
-                fp8_scaling=one_of("delayed", "dynamic"),
+                fp8_scaling=one_of("delayed", "current", "dynamic"),
             ),
             optimizer=OptimizerSpec(
                 kind=one_of("adam", "adamw"),

@@ -244,7 +244,7 @@ def test_megatron_layout_latent_attention_and_dense_layers(tmp_path: Path) -> No
         64,
         "full",
         "fp8",
-        "dynamic",
+        "current",
     )
 
 

@@ -42,10 +42,10 @@ def test_products_alone_are_rounded_to_tf32() -> None:
     assert semantics_of(job_of("tf32")) == semantics_of(job_of("fp32"))
 
 
-def test_four_bits_convert_operands_as_eight_do() -> None:
+def test_four_bits_convert_operands_as_eight_do_with_a_scale_of_the_whole_tensor() -> None:
     shape = rank_shape(job_of("nvfp4", cluster={"hardware": "b200-sxm-180gb"}))
     assert (shape.dtype, shape.quantizes, shape.core_product(1, 2, 3, 5).dtype) == ("bf16", True, "bf16")
-    assert [op.kind for op in cast(shape, 8)] == ["copy"]
+    assert [op.kind for op in cast(shape, 8)] == ["reduce", "copy"]
 
 
 def test_one_type_for_everything_is_what_the_harness_runs() -> None:

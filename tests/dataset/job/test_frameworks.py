@@ -121,6 +121,9 @@ TABLES = {
     ("framework", "container", "date", "profile"),
     [
         ("nemo", "nvcr.io/nvidia/nemo:26.06.01", "", "nemo-2026-06"),
+        ("NeMo", "", "2023-09", "nemo-2023"),
+        ("nemo", "nvcr.io/nvidia/nemo:24.01", "", "nemo-2023"),
+        ("nemo", "nvcr.io/nvidia/nemo:24.03", "", "nemo"),
         ("nemo", "nvcr.io/nvidia/nemo:24.07", "", "nemo"),
         ("torchtitan", "nvcr.io/nvidia/nemo:26.06", "", "torchtitan"),
         ("DeepSpeed", "", "2021-04", "deepspeed-2021"),

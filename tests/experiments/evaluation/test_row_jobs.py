@@ -83,6 +83,29 @@ def test_flags_of_a_row_go_before_its_frameworks() -> None:
 
 
 @pytest.mark.parametrize(
+    ("precision", "software", "scaling", "narrow"),
+    [
+        ("FP8-CS", "25.11 NeMo Container", "current", True),
+        ("FP8", "26.04.01 NeMo Container", "current", True),
+        ("MXFP8", "26.06 NeMo Container", "mxfp8", True),
+        ("NVFP4", "26.02 NeMo Container", "current", False),
+        ("fp8", "NeMo (v25.04 recipes)", "delayed", True),
+    ],
+)
+def test_scales_and_parameters_in_few_bits(precision: str, software: str, scaling: str, narrow: bool) -> None:
+    """Bridge's recipes scale fp8 by what tensors hold, and keep no parameters in 4 bits."""
+    framework = framework_of(run_row(hardware="GB200", precision=precision, framework=software))
+    assert (framework.fp8_scaling, framework.fp8_parameters) == (scaling, narrow)
+
+
+def test_mlperf_states_buckets_and_scales() -> None:
+    """768e6 elements in 16 bits: BUCKET_SIZE of the configurations of Llama 3.1 8B in round 5.1."""
+    row = run_row(source="MLPerf Training v5.1 llama31_8b", framework="NeMo", date="2025-09", precision="fp8")
+    framework = framework_of(row)
+    assert (framework.fp8_scaling, round(framework.bucket_mbytes * 2**20 / 1e8)) == ("current", round(768e6 * 2 / 1e8))
+
+
+@pytest.mark.parametrize(
     ("name", "hardware", "precision", "container", "expected"),
     [
         ("Qwen3_30B_a3B", "GB200", "MXFP8", "26.06 NeMo Container", (True, True)),

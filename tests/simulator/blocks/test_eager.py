@@ -76,9 +76,10 @@ def test_where_both_types_are_one_nothing_is_cast(flag: str) -> None:
 
 
 def test_dynamic_scaling_reads_operands_first_and_casts_them_where_they_are_used() -> None:
-    """Input, weight, gradient, weight, input: six bytes of each element."""
-    delayed, dynamic = (small_shape("llama", precision="fp8", kernels={"fp8_dynamic": flag}) for flag in (False, True))
-    rows, n, k = delayed.rows, 128, 64
-    more = [_streamed((layer_parts.linear(shape, "fc", n, k, rows),)) for shape in (delayed, dynamic)]
-    assert more[0] == 4 * rows * (n + k)
-    assert more[1] == 6 * (rows * (n + 2 * k) + 2 * n * k)
+    """Input, weight, gradient, weight, input: six bytes of each element; with weights cast before, input and gradient."""
+    finds, casts = {"finds_scales": True}, {"finds_scales": True, "fp8_dynamic": True}
+    shapes = [small_shape("llama", precision="fp8", kernels=kernels) for kernels in ({}, finds, casts)]
+    rows, n, k = shapes[0].rows, 128, 64
+    delayed, current, dynamic = (_streamed((layer_parts.linear(shape, "fc", n, k, rows),)) for shape in shapes)
+    assert delayed == 4 * rows * (n + k) and current == 6 * rows * (n + k)
+    assert dynamic == 6 * (rows * (n + 2 * k) + 2 * n * k)

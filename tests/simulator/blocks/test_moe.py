@@ -5,7 +5,7 @@ import pytest
 
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.family import decoder_layer
-from stepsight.simulator.blocks.moe import HIDDEN, experts, places_of_token, token_counts
+from stepsight.simulator.blocks.moe import HIDDEN, HYBRID_EP, experts, places_of_token, token_counts
 from stepsight.simulator.blocks.step import Block, Comm, Group, RankShape, kept_bytes
 from tests.simulator.blocks.shapes import collectives, flops, items, ops, parameters, small_shape, words
 
@@ -150,7 +150,9 @@ def test_tokens_travel_once_to_each_rank_that_has_one_of_their_experts() -> None
     assert places_of_token(shape, 8) == 2 and places_of_token(shape, 1) == 1
     found = collectives(experts(shape), "ep")
     rows = round(64 * 13 / 7)
-    assert found == [Collective("all_to_all", rows * 64 * 4, 4, 4)] * 4
+    assert found == [Collective("all_to_all", round(rows * HYBRID_EP) * 64 * 4, 4, 4)] * 4
+    nccl = collectives(experts(replace(shape, dispatcher="deepep")), "ep")
+    assert nccl == [Collective("all_to_all", rows * 64 * 4, 4, 4)] * 4
     assert token_counts(shape).computed == 128
     assert words(experts(shape)) == (
         "linear softmax reduce elementwise all_to_all permute grouped_linear swiglu grouped_linear unpermute all_to_all"
