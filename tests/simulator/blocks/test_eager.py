@@ -76,7 +76,7 @@ def test_where_both_types_are_one_nothing_is_cast(flag: str) -> None:
 
 
 def test_dynamic_scaling_reads_operands_first_and_casts_them_where_they_are_used() -> None:
-    """Input, weight, gradient, weight, input: six bytes of each element; with weights cast before, input and gradient."""
+    """Input, weight, gradient, weight, input: six bytes of each element; current scaling has two of them."""
     finds, casts = {"finds_scales": True}, {"finds_scales": True, "fp8_dynamic": True}
     shapes = [small_shape("llama", precision="fp8", kernels=kernels) for kernels in ({}, finds, casts)]
     rows, n, k = shapes[0].rows, 128, 64
