@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from stepsight.dataset.base.caching import Memo, cached
+from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.files import preset
 from stepsight.dataset.kinds import kinds_version
 from stepsight.dataset.kinds.kind_table import Args
@@ -131,16 +131,10 @@ def _call_table(version: tuple[int, int]) -> Mapping[str, Classify]:
     return MappingProxyType({**table, **_BY_SCOPE})
 
 
-_interned: Memo[tuple[str, tuple[int, ...], str], Op] = Memo("ops of traces", 100_000)
-
-
+@cached(100_000)
 def intern_op(kind: str, dims: tuple[int, ...], dtype: str) -> Op:
     """The op of that signature; equal signatures share one object."""
-    key = (kind, dims, dtype)
-    op = _interned.get(key)
-    if op is None:
-        op = _interned[key] = Op(kind, dims, dtype)
-    return op
+    return Op(kind, dims, dtype)
 
 
 def classify(name: str, args: Args, scope: Scope, before: str = "fp32") -> Op | None:

@@ -53,20 +53,17 @@ class EventBlocks:
 
     def __iter__(self) -> Iterator[list[Event]]:
         """Yield lists of events."""
+        parts = unpacked_blocks(self._path, self._block)
         try:
-            yield from self._lists()
+            text, listed = self._first(parts)
+            for part in parts:
+                text += part
+                if len(text) >= self._block:
+                    events, text = self._cut(text)
+                    if events:
+                        yield events
         except OSError as error:
             raise TraceError(f"a trace must be a readable file, got {self._path} ({error.strerror})") from None
-
-    def _lists(self) -> Iterator[list[Event]]:
-        parts = unpacked_blocks(self._path, self._block)
-        text, listed = self._first(parts)
-        for part in parts:
-            text += part
-            if len(text) >= self._block:
-                events, text = self._cut(text)
-                if events:
-                    yield events
         events, text = self._cut(text)  # the last event is parsed together with the keys after it
         yield events
         tree = self._parse((b"[" if listed else b'{"traceEvents":[') + text)

@@ -17,17 +17,9 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import StepsightError, TraceError
 from stepsight.dataset.graph.columns import Floats, Ints
+from stepsight.dataset.traces import event_blocks
 from stepsight.dataset.traces.classify import NAMES
-from stepsight.dataset.traces.event_blocks import (
-    NO_TEXT,
-    CallArgs,
-    Event,
-    EventBlocks,
-    KernelArgs,
-    OpArgs,
-    args_of,
-    parse,
-)
+from stepsight.dataset.traces.event_blocks import NO_TEXT, Event, args_of, parse
 
 _MOST_US = 2.0**53  # clocks count microseconds since 1970 at most; larger floats skip values
 _HOST, _RUNTIME, _DEVICE, _SYNC, _ANNOTATION = range(5)
@@ -155,7 +147,7 @@ class RankEvents:
         self._threads, self._streams = Interned(), Interned()
         self._kinds, self._arguments = dict[Any, int](), dict[int, dict[str, Any]]()
         self._named: dict[int, str] = {}  # names of ops that are annotations or communication calls, by number
-        complete, blocks = 0, EventBlocks(path)
+        complete, blocks = 0, event_blocks.EventBlocks(path)
         try:
             for events in blocks:
                 self.num_events += len(events)
@@ -227,7 +219,7 @@ class RankEvents:
                     kind = kinds[event.cat] = _CATEGORIES.get(str(event.cat).lower(), -1)
                 add[kind](event)
         self._add_ops(sorted_out[_HOST])
-        args, threads = args_of(CallArgs, runtime := sorted_out[_RUNTIME]), self._threads
+        args, threads = args_of(event_blocks.CallArgs, runtime := sorted_out[_RUNTIME]), self._threads
         thread = [threads[event.pid, event.tid] for event in runtime]
         self._runtime.add(runtime, self._numbers(runtime), thread, *_listed(args, "correlation", "external"))
         self._add_kernels(sorted_out[_DEVICE])
@@ -247,7 +239,7 @@ class RankEvents:
                 if name in (None, _COMMUNICATION):
                     kept.append(row)
             events, numbers = [events[row] for row in kept], [numbers[row] for row in kept]
-        args = args_of(OpArgs, events)
+        args = args_of(event_blocks.OpArgs, events)
         signature = [
             signatures[number]
             if each.dims is NO_TEXT and each.dims_1_8 is NO_TEXT
@@ -267,7 +259,7 @@ class RankEvents:
         return numbers
 
     def _add_kernels(self, events: list[Event]) -> None:
-        args, kernels, streams = args_of(KernelArgs, events), self._kernels, self._streams
+        args, kernels, streams = args_of(event_blocks.KernelArgs, events), self._kernels, self._streams
         kernel, stream = list[int](), list[int]()
         for event, each in zip(events, args, strict=True):
             if each.collective is not NO_TEXT:
@@ -300,7 +292,7 @@ def _listed(args: Sequence[Any], *names: str) -> list[list[Any]]:
     return [list(map(attrgetter(name), args)) for name in names]
 
 
-def _sizes(args: OpArgs) -> tuple[bytes, ...]:
+def _sizes(args: event_blocks.OpArgs) -> tuple[bytes, ...]:
     """Dims, types, strides and literals as JSON text; nothing without dims."""
     dims = next((text for text in (bytes(args.dims), bytes(args.dims_1_8)) if text not in _NO_DIMS), None)
     return () if dims is None else (dims, bytes(args.types), bytes(args.strides), bytes(args.literals))

@@ -12,14 +12,8 @@ from stepsight.dataset.graph.rank_trace import Rendezvous
 from stepsight.dataset.kinds import c10d_calls
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.kinds.op_kinds import count
-from stepsight.dataset.traces.classify import (
-    ELEMENT_BYTES,
-    NAMES,
-    annotated_op,
-    call_table,
-    classify_unknown,
-    parse_annotation,
-)
+from stepsight.dataset.traces import classify
+from stepsight.dataset.traces.classify import NAMES, annotated_op, parse_annotation
 from stepsight.dataset.traces.event_columns import Annotation, RankEvents
 from stepsight.dataset.traces.host_calls import call_tree
 from stepsight.dataset.traces.kernel_kinds import KernelKinds
@@ -101,7 +95,7 @@ class HostWorks:
 
     def _read_ops(self, events: RankEvents) -> list[Work]:
         """Outermost calls of known kinds, and of no known kind if none of a known one is within; add c10d calls."""
-        tree, known, communication = call_tree(events), call_table(), c10d_calls()
+        tree, known, communication = call_tree(events), classify.call_table(), c10d_calls()
         kinds, signatures = KernelKinds(events, tree), events.ops["signature"].tolist()
         works: dict[int, Work] = {}
         around, maybe = [_NOWHERE] * len(events.ops), [_NOWHERE] * len(events.ops)
@@ -127,11 +121,11 @@ class HostWorks:
                     shape, dtype = (
                         dict(enumerate(args.get(key) or [])).get(index) for key in ("Input Dims", "Input type")
                     )
-                    num_bytes = count(shape or []) * ELEMENT_BYTES.get(dtype or "", 4)
+                    num_bytes = count(shape or []) * classify.ELEMENT_BYTES.get(dtype or "", 4)
                     said = {"kind": kind, "num_bytes": num_bytes, "async": "1"}
                     self.calls.append(Annotation(name, start, end, thread, said))
             elif maybe[row] < 0 and "::" in name and name not in _WRAPPERS and not name.startswith(_BOOKKEEPING):
-                op = classify_unknown(events.arguments(signatures[row]))
+                op = classify.classify_unknown(events.arguments(signatures[row]))
                 if op is not None:
                     works[row] = Work(op, name, start, start, end, end - start, thread, known=False)
                     maybe[row] = row

@@ -17,18 +17,8 @@ from stepsight.dataset.graph.rank_trace import Placement, Rendezvous
 from stepsight.dataset.kinds import nccl_names
 from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
 from stepsight.dataset.kinds.op_kinds import count
-from stepsight.dataset.traces.classify import (
-    ELEMENT_BYTES,
-    NAMES,
-    Scope,
-    annotated_op,
-    call_table,
-    classify,
-    classify_unknown,
-    depends_on_scope,
-    intern_op,
-    parse_annotation,
-)
+from stepsight.dataset.traces import classify
+from stepsight.dataset.traces.classify import NAMES, Scope, intern_op, parse_annotation
 from stepsight.dataset.traces.event_blocks import parse
 from stepsight.dataset.traces.event_columns import Annotation, RankEvents
 from stepsight.dataset.traces.host_calls import CallTree, is_evaluation
@@ -71,7 +61,7 @@ class KernelKinds:
     """Finds the op of each kernel; calls that launch several kernels are classified once."""
 
     def __init__(self, events: RankEvents, tree: CallTree) -> None:
-        self._events, self._tree, known = events, tree, call_table()
+        self._events, self._tree, known = events, tree, classify.call_table()
         self._parent, self._names = tree.parent.tolist(), events.ops["name"].tolist()
         self._signature, self._sequence = events.ops["signature"].tolist(), events.ops["sequence"].tolist()
         self._dtype = "fp32"  # of the newest op
@@ -98,7 +88,7 @@ class KernelKinds:
         named = self._of_name(launch)
         if named is not None:
             if op is None and owner >= 0 and named.kind == "elementwise":
-                named = classify_unknown(self._events.arguments(self._signature[owner])) or named
+                named = classify.classify_unknown(self._events.arguments(self._signature[owner])) or named
             return named, call, True
         dims = (launch.blocks, launch.threads, launch.registers, launch.shared_bytes)
         return intern_op("opaque", dims, _dtype(launch.name)), call, False
@@ -125,14 +115,14 @@ class KernelKinds:
             op = self._by_signature[number]
         elif name.startswith(_ANNOTATED):
             with suppress(KeyError, ValueError):  # the name may be wrong
-                op = annotated_op(parse_annotation(name))
+                op = classify.annotated_op(parse_annotation(name))
         else:  # in the scope of the node of autograd's graph that is evaluated, or of none in forward
             if evaluation >= 0 and evaluation not in self._scopes:
                 node = self._events.names[self._names[evaluation]].split(": ")[-1]
                 self._scopes[evaluation] = Scope(node, self._forward_dims.get(sequence, ()))
             scope = self._scopes[evaluation] if evaluation >= 0 else Scope()
-            op = classify(name, self._events.arguments(number), scope, self._dtype)
-        if not depends_on_scope(name):
+            op = classify.classify(name, self._events.arguments(number), scope, self._dtype)
+        if not classify.depends_on_scope(name):
             self._by_signature[number] = op
         if op is not None and op.kind == "linear" and sequence >= 0 and evaluation < 0:
             self._forward_dims[sequence] = op.dims
@@ -230,9 +220,9 @@ def _kind_and_bytes(said: dict[str, Any], size: int) -> tuple[str, int]:
     if not kind:
         return "", 0
     if f"{side} msg nelems" in said:
-        num_bytes = int(said[f"{side} msg nelems"]) * ELEMENT_BYTES.get(str(said.get("dtype", "")), 4)
+        num_bytes = int(said[f"{side} msg nelems"]) * classify.ELEMENT_BYTES.get(str(said.get("dtype", "")), 4)
     else:  # records of old: the shape of one side alone
-        num_bytes = count(said.get("shape", [])) * ELEMENT_BYTES.get(str(said.get("type")), 4)
+        num_bytes = count(said.get("shape", [])) * classify.ELEMENT_BYTES.get(str(said.get("type")), 4)
     return kind, num_bytes * size if kind == "all_gather" and "Out msg nelems" not in said else num_bytes
 
 

@@ -20,13 +20,7 @@ from stepsight.dataset.runs.run_manifest import read_object
 from stepsight.dataset.trace_graphs.graph_dataset import INDEX, describe_dataset
 from stepsight.dataset.traces.event_blocks import is_trace
 from stepsight.dataset.traces.import_traces import import_ranks
-from stepsight.experiments.reports.run_texts import (
-    capture_text,
-    dataset_text,
-    describe_collection,
-    describe_run,
-    trace_summary,
-)
+from stepsight.experiments.reports import run_texts as texts
 from stepsight.experiments.reports.text_table import table, table_of
 
 WORDS = {  # that stand for predictors, and are none
@@ -226,20 +220,20 @@ def _rows(facts: Mapping[str, Any], before: str = "") -> list[list[str]]:
 
 
 def _traces(path: Path) -> dict[str, Any]:
-    return trace_summary(path.name, import_ranks([path]).graphs)
+    return texts.trace_summary(path.name, import_ranks([path]).graphs)
 
 
 Kinds = tuple[tuple[Callable[[Path], bool], Callable[[Path], dict[str, Any]]], ...]  # test of a kind, and description
 _FOLDERS: Kinds = (
     (lambda path: (path / "summary.json").is_file(), lambda path: describe(path / "summary.json")),
-    (lambda path: (path / "runs").is_dir(), describe_collection),
-    (lambda path: (path / INDEX).is_file(), lambda path: _told(describe_dataset(path), dataset_text)),
-    (lambda path: (path / MANIFEST).is_file(), lambda path: _told(read_captured(path).to_dict(), capture_text)),
+    (lambda path: (path / "runs").is_dir(), texts.describe_collection),
+    (lambda path: (path / INDEX).is_file(), lambda path: _told(describe_dataset(path), texts.dataset_text)),
+    (lambda path: (path / MANIFEST).is_file(), lambda path: _told(read_captured(path).to_dict(), texts.capture_text)),
     (lambda path: bool(captures_in(path)), _captures),
-    (is_imported, lambda path: trace_summary(run_graphs(path).name, run_graphs(path).graphs)),
+    (is_imported, lambda path: texts.trace_summary(run_graphs(path).name, run_graphs(path).graphs)),
     (
         lambda path: (path / "manifest.json").is_file(),
-        lambda path: (_predictor if "format" in read_object(path / "manifest.json") else describe_run)(path),
+        lambda path: (_predictor if "format" in read_object(path / "manifest.json") else texts.describe_run)(path),
     ),
     (lambda path: any(map(is_trace, path.iterdir())), _traces),
 )

@@ -38,13 +38,7 @@ from stepsight.training.context.fit_context import Example, Measured, Taught
 from stepsight.training.context.learn_context import AUTO, hold_back, standard_error
 from stepsight.training.fitting.train_runs import measured_hardware
 from stepsight.training.kernels.kernel_models import fit_kernels
-from stepsight.training.measured.measured import (
-    MeasuredRun,
-    fill_from_traces,
-    read_imported_runs,
-    read_profiles,
-    read_runs,
-)
+from stepsight.training.measured import measured
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.regression.trees import fit_trees
 
@@ -61,7 +55,7 @@ class Split:
     seen: Sequence[Measured]  # what each teaching run measured, with seconds alone for training
     unseen: Sequence[Measured]  # the same, with seconds alone by regressors that never saw them
     judged: Mapping[str, Sequence[Example]]  # nodes that judge, by run
-    runs: Sequence[MeasuredRun] = ()  # runs whose iterations judge
+    runs: Sequence[measured.MeasuredRun] = ()  # runs whose iterations judge
     predictor: Predictor | None = None  # gives the seconds alone of these iterations
 
 
@@ -89,7 +83,7 @@ def runs_task(folder: Path) -> Task:
             [seen[name] for name in teach],
             [unseen[name] for name in teach],
             {name: unseen[name][0] for name in names if name in held},
-            [run for run in runs if run.name in held and isinstance(run, MeasuredRun) and run.whole],
+            [run for run in runs if run.name in held and isinstance(run, measured.MeasuredRun) and run.whole],
             predictor.left_out,
         )
 
@@ -102,7 +96,7 @@ def cluster_task(folder: Path) -> Task:
     predictor, small = _regressors(_collections(folder / "profile"))
     found = [run for each in _collections(folder / "judge") for run in read_collection(each).runs]
     spread = lambda run: (max(run.step_seconds) - min(run.step_seconds)) / run.iteration_time_s
-    large = {run.name: MeasuredRun(run, ()) for run in sorted(found, key=spread, reverse=True) if run.whole}
+    large = {run.name: measured.MeasuredRun(run, ()) for run in sorted(found, key=spread, reverse=True) if run.whole}
     seen, unseen = (fit_context.measured_runs(small, each) for each in (predictor, predictor.left_out))
     split = Split(seen, unseen, {}, list(large.values()), predictor)
     about = "iterations of 8 and 16 ranks in boxes, learned from at most 4; the steadiest run of a job judges"
@@ -123,12 +117,12 @@ def _collections(folder: Path) -> list[Path]:
 
 def _regressors(collections: Sequence[Path]) -> tuple[Predictor, list[Taught]]:
     """A predictor without a context model, and the runs that taught it, as ``train`` makes it."""
-    runs = read_runs(collections, ("train",))
+    runs = measured.read_runs(collections, ("train",))
     name = runs[0].manifest.job.hardware_name if runs else "local-cpu"
-    imported = read_imported_runs(collections, name)
-    profile = read_profiles(collections, find_fabric(usual_fabric(name)), imported)
+    imported = measured.read_imported_runs(collections, name)
+    profile = measured.read_profiles(collections, find_fabric(usual_fabric(name)), imported)
     hardware = measured_hardware(name, profile, runs, imported)
-    fill_from_traces(profile, runs)
+    measured.fill_from_traces(profile, runs)
     kernel = fit_kernels(profile.ops, profile.op_busy, np.array(profile.op_seconds), hardware, seed=0)
     collective = fit_collectives(profile.collectives, profile.fabrics, np.array(profile.collective_seconds), seed=0)
     return Predictor(hardware, kernel, collective), [*runs, *imported]

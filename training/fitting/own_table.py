@@ -14,14 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import PredictorError, TableError
-from stepsight.dataset.hardware.hardware import (
-    FABRICS,
-    Fabric,
-    Hardware,
-    canonical_hardware,
-    find_fabric,
-    find_hardware,
-)
+from stepsight.dataset.hardware.hardware import FABRICS, canonical_hardware, find_fabric, find_hardware
+from stepsight.dataset.hardware.hardware_facts import Fabric, Hardware
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements
 from stepsight.training.collectives.collective_models import label_of

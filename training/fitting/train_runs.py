@@ -20,16 +20,9 @@ from stepsight.gnn.contexts import FORMS
 from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.measured import imported_facts
+from stepsight.training.measured import measured as training_data
 from stepsight.training.measured.imported_ops import ImportedSegments, learn_host_calls
-from stepsight.training.measured.measured import (
-    MeasuredRun,
-    Profile,
-    check_hardware,
-    fill_from_traces,
-    read_imported_runs,
-    read_profiles,
-    read_runs,
-)
+from stepsight.training.measured.measured import MeasuredRun, Profile
 from stepsight.training.measured.planning import predict_run
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.regression.regressor import UNKNOWN
@@ -85,9 +78,9 @@ def train(
     folders, out = [Path(folder) for folder in collections], Path(out)
     uri, say = begin_training(out, tracking_uri, progress)
     say("reading event profiles and traces")
-    runs = read_runs(folders, roles)
-    imported = read_imported_runs(folders, hardware_name)
-    profile = read_profiles(folders, _fabric(hardware_name, runs), imported)
+    runs = training_data.read_runs(folders, roles)
+    imported = training_data.read_imported_runs(folders, hardware_name)
+    profile = training_data.read_profiles(folders, _fabric(hardware_name, runs), imported)
     if not profile.ops and not any(run.segments for run in runs):
         raise TraceError(
             f"training needs event profiles or traces of runs with role {' or '.join(roles)}, "
@@ -119,7 +112,7 @@ def measured_hardware(
     name: str, profile: Profile, runs: Sequence[MeasuredRun], imported: Sequence[ImportedSegments]
 ) -> Hardware:
     """Facts by event files, all of the hardware; costs of the pipeline by boxes; launches and overlap by GPU traces."""
-    check_hardware(runs, name)
+    training_data.check_hardware(runs, name)
     device = next((str(run.manifest.fingerprint.get("device", "cpu")) for run in runs), profile.device or "cpu")
     hardware = profile.hardware(name, device)
     records = [
@@ -145,7 +138,7 @@ def _learn(
 ) -> Predictor:
     """Learn from measurements; ``settings``: the seed, and the form of the context network."""
     seed, form = settings
-    from_traces = fill_from_traces(profile, runs)
+    from_traces = training_data.fill_from_traces(profile, runs)
     if from_traces:
         say(f"kinds known from traces alone: {', '.join(from_traces)}")
     say(f"regressors: {len(profile.ops)} ops, {len(profile.collectives)} collectives")
@@ -221,7 +214,7 @@ def _manifest(
 
 def _compared(predictor: Predictor, folders: Sequence[Path], champion: Predictor) -> tuple[float, float] | None:
     """Errors of a predictor and of the champion on held-out runs, else on the same runs held out in turn."""
-    whole = [run for run in read_runs(folders, ("heldout",)) if run.whole]
+    whole = [run for run in training_data.read_runs(folders, ("heldout",)) if run.whole]
     trained = {*predictor.manifest["runs"], *champion.manifest.get("runs", ())}
     if whole and not trained & {run.name for run in whole}:
         measured = np.array([run.manifest.iteration_time_s for run in whole])
@@ -258,7 +251,7 @@ def evaluate_heldout(predictor: Predictor, collection: Path, *, role: str = "hel
     ``TraceError`` if the collection has no such run to judge iterations by, or one of them trained the predictor, and
     ``PredictorError`` if a run was on other hardware.
     """
-    runs = read_runs([collection], (role,))
+    runs = training_data.read_runs([collection], (role,))
     if not any(run.manifest.whole for run in runs):
         got = f"{len(runs)} that stand in for stages" if runs else "none"
         raise TraceError(f"evaluation needs runs with role {role!r:.80}, got {got} in {collection}")

@@ -34,15 +34,8 @@ from stepsight.training.corrections.calibration import MOST_WIDTH, NAMES, RESOUR
 from stepsight.training.corrections.corrector import GaussianProcess, rows_by
 from stepsight.training.corrections.intervals import NORMAL_WIDTH, conformal_quantile
 from stepsight.training.corrections.residual import Columns, JobFeatures, Residual, covariance, most_likely
-from stepsight.training.fitting.own_table import (
-    OwnTable,
-    family_figures,
-    find_own_hardware,
-    own_table,
-    pack_shapes,
-    shape_of,
-    trained_on,
-)
+from stepsight.training.fitting import own_table
+from stepsight.training.fitting.own_table import OwnTable, family_figures, shape_of
 from stepsight.training.kernels.kernel_models import KernelModel, fit_kernels
 from stepsight.training.kernels.transferred import AskedOps, Teacher, Transfer, fit_correction, name_of
 from stepsight.training.predictor.predictor import Predictor, shipped_by_name, teacher_of
@@ -168,11 +161,11 @@ def _read(
     """Read all rows of some files, and select those of the device; see ``train_tables``."""
     table = Measurements.concat(Measurements.from_parquet(path) for path in paths)
     preset = RECIPES[like].hardware if like else ""
-    device = find_own_hardware(table, hardware, preset)
+    device = own_table.find_own_hardware(table, hardware, preset)
     usual = fabric or _usual(hardware, device.name, preset)
     single = len(set(table.device) - {""}) == 1  # whatever its rows call the only device
     own = replace(table, device=(device.name,) * len(table)) if single else table
-    return table, own_table(own, device, software, usual)
+    return table, own_table.own_table(own, device, software, usual)
 
 
 def fit_own_table(
@@ -245,7 +238,7 @@ def _predictor_named(name: str) -> str:
 def _manifest(table: Measurements, whole: OwnTable, used: OwnTable, software: str) -> dict[str, Any]:
     """Description of the training data; ``train_tables`` adds its settings."""
     digests = [file.digest for file in table.files.values()]
-    shapes = pack_shapes(used.shapes())
+    shapes = own_table.pack_shapes(used.shapes())
     return {
         "digest": digest(*digests, shapes, software, version("stepsight")),
         "sources": {name: {"digest": f.digest, "licence": f.licence} for name, f in table.files.items()},
@@ -269,7 +262,8 @@ def _compared(predictor: Predictor, whole: OwnTable, champion: Predictor) -> tup
     unseen = []
     for works in (whole.ops.ops, whole.collectives.collectives):
         shapes = [shape_of(work) for work in works]
-        unseen.append(~(trained_on(predictor.manifest, shapes) | trained_on(champion.manifest, shapes)))
+        ours, theirs = (own_table.trained_on(each.manifest, shapes) for each in (predictor, champion))
+        unseen.append(~(ours | theirs))
     rows = whole.take(*map(np.flatnonzero, unseen))
     own, its = predictor.manifest, champion.manifest
     if len(rows.ops) + len(rows.collectives) >= FEWEST_TO_SPLIT and "trained_shapes" in its:

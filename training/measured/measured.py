@@ -18,13 +18,7 @@ from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_folder import EventFile, read_collection, read_event_file
 from stepsight.dataset.runs.run_manifest import RunManifest
 from stepsight.training.kernels.host_calls import SEVERAL, call_label
-from stepsight.training.measured.imported_ops import (
-    ImportedSegments,
-    check_device,
-    imported_times,
-    read_graphs,
-    read_imported_segments,
-)
+from stepsight.training.measured import imported_ops
 
 Array = NDArray[np.float64]
 
@@ -66,7 +60,7 @@ class Profile:
     def hardware(self, name: str, device: str) -> Hardware:
         """The measured hardware; facts that were not measured come from a preset, else a ``TraceError``."""
         for told, path in self.devices.items():
-            check_device(told, name, path)
+            imported_ops.check_device(told, name, path)
         preset = find_hardware(name)
         if preset is not None and name == BOX:
             return preset  # ranks sleep as long as it says: there is nothing to measure
@@ -108,7 +102,7 @@ class MeasuredRun:
 
 
 def read_profiles(
-    collections: Iterable[Path], fabric: Fabric | None, imported: Sequence[ImportedSegments] = ()
+    collections: Iterable[Path], fabric: Fabric | None, imported: Sequence[imported_ops.ImportedSegments] = ()
 ) -> Profile:
     """Read every event file of some collections except ``HELDOUT``, and add medians of signatures of imported runs that
     no event file has.
@@ -129,7 +123,7 @@ def read_profiles(
     if imported:
         profile.device = "cpu" if imported[-1].device == "cpu" else "cuda"
     alone = {*profile.ops, *profile.collectives}
-    for work, each in imported_times(imported).items():
+    for work, each in imported_ops.imported_times(imported).items():
         if isinstance(work, Op) and work not in alone:  # it counts as measured alone
             profile.add_op(work, 1, float(np.median(each)))
         elif isinstance(work, Collective) and fabric is not None and work not in alone:
@@ -202,14 +196,14 @@ def read_runs(collections: Iterable[Path], roles: Sequence[str] | None) -> list[
                     _check_ranks(manifest.world_size, manifest.folder)
                 chosen.append(manifest)
     traced = [manifest.folder for manifest in chosen if manifest.traces]
-    segments = {folder: own for folder, (own, *_) in zip(traced, read_graphs(traced), strict=True)}
+    segments = {folder: own for folder, (own, *_) in zip(traced, imported_ops.read_graphs(traced), strict=True)}
     return [MeasuredRun(manifest, segments.get(manifest.folder, ())) for manifest in chosen]
 
 
-def read_imported_runs(collections: Iterable[Path], hardware: str = "") -> list[ImportedSegments]:
+def read_imported_runs(collections: Iterable[Path], hardware: str = "") -> list[imported_ops.ImportedSegments]:
     """Read the imported runs of some collections, except those that judge."""
     folders = [folder for collection in _distinct(collections) for folder in read_collection(collection).imported]
-    return read_imported_segments(folders, hardware)
+    return imported_ops.read_imported_segments(folders, hardware)
 
 
 def _check_ranks(ranks: int, where: Path) -> None:
@@ -230,7 +224,7 @@ def check_hardware(runs: Sequence[MeasuredRun], name: str) -> None:
         )
     for run in runs:
         if device := str(run.manifest.fingerprint.get("device", "")):
-            check_device(device, name, run.manifest.folder)
+            imported_ops.check_device(device, name, run.manifest.folder)
         if run.manifest.job.hardware_name != name:
             raise TraceError(
                 f"every run must be on the predictor's hardware: cluster.hardware must be {name!r:.80}, "
