@@ -52,10 +52,8 @@ def named_path(text: str) -> Path:
     except UnicodeEncodeError:  # half of a surrogate pair
         long = True
     if not text or long or "\0" in text:
-        raise StepsightError(
-            f"a path must have 1 to {LONGEST_PATH} bytes, at most {LONGEST_NAME} in each name, and no null byte, "
-            f"got {text!r:.80}"
-        )
+        rule = f"a path must have 1 to {LONGEST_PATH} bytes, at most {LONGEST_NAME} in each name, and no null byte"
+        raise StepsightError(f"{rule}, got {text!r:.80}")
     return path
 
 
@@ -77,9 +75,8 @@ def check_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        raise StepsightError(
-            f"an output needs a folder that can be written to, got {there}: {error.strerror}"
-        ) from None
+        rule = "an output needs a folder that can be written to"
+        raise StepsightError(f"{rule}, got {there}: {error.strerror}") from None
 
 
 @contextmanager

@@ -258,9 +258,8 @@ class ChakraNode:
         if not 0 <= self.duration_us < _MOST_US:
             raise ValueError(f"a duration must be from 0 to {_MOST_US:g} us, got {self.duration_us} of node {self.id}")
         if self.type not in NODE_TYPES:
-            raise ValueError(
-                f"the type of node {self.id} must be one of {', '.join(NODE_TYPES)}, got {self.type!r:.40}"
-            )
+            rule = f"the type of node {self.id} must be one of {', '.join(NODE_TYPES)}"
+            raise ValueError(f"{rule}, got {self.type!r:.40}")
 
 
 def read_nodes(path: Path) -> list[ChakraNode]:

@@ -122,9 +122,8 @@ class EventBlocks:
         except RecursionError as error:
             raise TraceError(f"{self._path} must be events: {reason(error)}") from None
         except ValueError:
-            raise TraceError(
-                f"{self._path} must be whole JSON: it is truncated or corrupt, profile again or copy it anew"
-            ) from None
+            rule = f"{self._path} must be whole JSON"
+            raise TraceError(f"{rule}: it is truncated or corrupt, profile again or copy it anew") from None
         self._warn(True)
         return tree
 

@@ -155,10 +155,8 @@ class RankEvents:
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             if isinstance(error, TraceError):
                 raise
-            raise TraceError(
-                f"every event must be a table with ph, and a complete one with name, tid, ts and dur, got "
-                f"{type(error).__name__}: {error!s:.120} in {path}"
-            ) from None
+            rule = "every event must be a table with ph, and a complete one with name, tid, ts and dur"
+            raise TraceError(f"{rule}, got {type(error).__name__}: {error!s:.120} in {path}") from None
         if not complete:
             rule = "a Kineto trace must hold complete events (ph = X)"
             raise TraceError(f"{rule}, got none among {self.num_events} in {path}")

@@ -108,9 +108,8 @@ def _execution_of(files: Sequence[Path], executions: Sequence[Path]) -> dict[Pat
     if len(files) > 1 and None not in by_rank and len(by_rank) == len(found) == len(executions):
         return found
     if len(executions) != len(files):
-        raise TraceError(
-            "execution traces must have the numbers of their ranks in their names, or be as many as traces"
-        )
+        rule = "execution traces must have the numbers of their ranks in their names"
+        raise TraceError(f"{rule}, or be as many as traces")
     return dict(zip(files, executions, strict=True))
 
 
@@ -156,10 +155,8 @@ def _check_ranks(graphs: Sequence[Program]) -> list[str]:
         return warnings
     numbered, met = numbered_alike(graphs), meetings(graphs)[0]
     if len(numbered) < _LEAST_ALIKE * min(collectives) and len(graphs) == world:
-        raise TraceError(
-            f"ranks must be of one job, got {len(numbered)} collectives in common of {max(collectives)}: "
-            "the traces are of different jobs or of different steps"
-        )
+        rule = f"ranks must be of one job, got {len(numbered)} collectives in common of {max(collectives)}"
+        raise TraceError(f"{rule}: the traces are of different jobs or of different steps")
     if len(met) < len(numbered):
         told = f"{len(numbered) - len(met)} of {len(numbered)} do not end together, and count as different ones"
         cause = "" if met else ": the traces may be of different jobs or different steps"
@@ -248,8 +245,6 @@ def trace_format(files: Mapping[str, str], rank: int | None, folder: Path) -> st
     """The first known format among a rank's files, which are listed by format."""
     form = next((name for name in files if name in TRACE_READERS), None)
     if form is None:
-        raise TraceError(
-            f"rank {rank} must have a trace of a known format ({', '.join(TRACE_READERS.names())}), "
-            f"got {sorted(files)} in {folder}"
-        )
+        rule = f"rank {rank} must have a trace of a known format ({', '.join(TRACE_READERS.names())})"
+        raise TraceError(f"{rule}, got {sorted(files)} in {folder}")
     return form

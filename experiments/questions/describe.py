@@ -73,10 +73,8 @@ def _named(path: Path) -> dict[str, Any]:
         if name in registry:
             return _description([(name, registry[name])], "")
     near = did_you_mean(path, [each for of in known.values() if isinstance(of, list) for each in of], 3)
-    raise StepsightError(
-        "show needs an existing file or folder, or the name of a predictor, hardware, fabric or framework, got "
-        f"{name!r:.80}{near}; `stepsight show` lists the names"
-    )
+    rule = "show needs an existing file or folder, or the name of a predictor, hardware, fabric or framework"
+    raise StepsightError(f"{rule}, got {name!r:.80}{near}; `stepsight show` lists the names")
 
 
 def _told(value: dict[str, Any], text: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
@@ -138,9 +136,8 @@ def _runs_table(path: Path) -> dict[str, Any]:
     try:
         every = read_runs_table(path)
     except StepsightError as error:
-        raise StepsightError(
-            f"{error}; a table of ops and collectives is imported first: `stepsight import csv {path}`"
-        ) from None
+        told = f"{error}; a table of ops and collectives is imported first"
+        raise StepsightError(f"{told}: `stepsight import csv {path}`") from None
     rows = [row for row in every if not row.wrong]
     words, told, cells = ("hardware", "framework"), dict[str, dict[str, Any]](), list[list[object]]()
     for name in dict.fromkeys(row.source for row in rows):

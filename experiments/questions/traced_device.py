@@ -21,27 +21,21 @@ def traced_device(run: TracedRun, on: str = "", on_fabric: str = "") -> tuple[st
         name = preset_name(chip_name(name))
     facts = find_hardware(name)
     if on and is_other_device("cpu" if on_host else said, name):
-        raise StepsightError(
-            f"--on must be the traced device: the trace is of {said or ('a CPU' if on_host else 'a GPU')!r:.80}, "
-            f"got {on!r:.80}; --hardware asks about another one"
-        )
+        rule = f"--on must be the traced device: the trace is of {said or ('a CPU' if on_host else 'a GPU')!r:.80}"
+        raise StepsightError(f"{rule}, got {on!r:.80}; --hardware asks about another one")
     if facts is None and on:
         raise StepsightError(f"--on must be the traced device, a name or a file: {known.unknown_hardware(on)}")
     if facts is None:
         told = f"the trace names {said!r:.80}, which is no known device" if said else "the trace names no device"
-        raise StepsightError(
-            f"{told}: name the device or a similar one with --on (as in --on mi300x); --on takes "
-            f"{', '.join(HARDWARE.names())}, or a file of a device"
-        )
+        rule = f"{told}: name the device or a similar one with --on (as in --on mi300x)"
+        raise StepsightError(f"{rule}; --on takes {', '.join(HARDWARE.names())}, or a file of a device")
     if on_fabric:
         return name, find_fabric(on_fabric)
     try:
         return name, job.fabric if job is not None else find_fabric(usual_fabric(name))
     except JobError:
-        raise StepsightError(
-            f"no usual fabric of {name} is known: name the traced one with --on-fabric, one of "
-            f"{', '.join(FABRICS.names())}, or a file"
-        ) from None
+        rule = f"no usual fabric of {name} is known: name the traced one with --on-fabric"
+        raise StepsightError(f"{rule}, one of {', '.join(FABRICS.names())}, or a file") from None
 
 
 def preset_name(name: str) -> str:

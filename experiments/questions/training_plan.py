@@ -64,10 +64,8 @@ class Reliability:
         restarting = min(1.0, self.restart_s / mtbf_s)
         training = (1.0 - writing) * (1.0 - repeated - restarting)
         if training <= 0:
-            raise StepsightError(
-                f"failures must be rarer than restarts: {nodes} nodes fail every {mtbf_s / 60:.1f} minutes, a failure "
-                f"loses {(interval / 2 + self.restart_s) / 60:.1f} minutes"
-            )
+            rule = f"failures must be rarer than restarts: {nodes} nodes fail every {mtbf_s / 60:.1f} minutes"
+            raise StepsightError(f"{rule}, a failure loses {(interval / 2 + self.restart_s) / 60:.1f} minutes")
         return {
             "goodput": training,
             "mtbf_hours": mtbf_s / HOUR_S,

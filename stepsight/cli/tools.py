@@ -131,10 +131,8 @@ def experiment_command(
     except ModuleNotFoundError as error:
         if error.name != "stepsight.experiments.studies":
             raise
-        raise StepsightError(
-            "experiments run from a checkout of stepsight, and this installation is not one: "
-            "clone the repository, run `pip install -e .` there, and try again"
-        ) from None
+        rule = "experiments run from a checkout of stepsight, and this installation is not one"
+        raise StepsightError(f"{rule}: clone the repository, run `pip install -e .` there, and try again") from None
     if name in ("", "-h", "--help"):
         told = "".join(f"\n  {each:<16}{studies[each].summary}" for each in sorted(studies))
         typer.echo(f"{context.get_help()}\n\nStudies:{told}")

@@ -159,10 +159,8 @@ class BetweenNodes(Saved):
         for name, factors in self.factors.items():
             low, high = FACTORS.low * (1 - SLACK), FACTORS.high * (1 + SLACK)
             if factors.shape != (len(CHOICE_TERMS),) or not ((low <= factors) & (factors <= high)).all():
-                raise ValueError(
-                    f"factors of {name} must lie within {FACTORS.low.tolist()} and {FACTORS.high.tolist()}, "
-                    f"got {factors.tolist()!s:.80}"
-                )
+                rule = f"factors of {name} must lie within {FACTORS.low.tolist()} and {FACTORS.high.tolist()}"
+                raise ValueError(f"{rule}, got {factors.tolist()!s:.80}")
         for kind, residual in self.residuals.items():
             off = residual.logs
             if off.shape != KNOTS.shape or not (np.abs(off) <= MOST).all() or not 0 <= residual.strength <= 1:

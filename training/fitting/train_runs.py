@@ -82,10 +82,8 @@ def train(
     imported = training_data.read_imported_runs(folders, hardware_name)
     profile = training_data.read_profiles(folders, _fabric(hardware_name, runs), imported)
     if not profile.ops and not any(run.segments for run in runs):
-        raise TraceError(
-            f"training needs event profiles or traces of runs with role {' or '.join(roles)}, "
-            f"got none in {', '.join(map(str, folders))}"
-        )
+        rule = f"training needs event profiles or traces of runs with role {' or '.join(roles)}"
+        raise TraceError(f"{rule}, got none in {', '.join(map(str, folders))}")
     hardware = measured_hardware(hardware_name, profile, runs, imported)
     with tracked(uri, f"train {hardware_name}") as run:
         predictor = _learn(profile, runs, imported, hardware, (seed, context), say)

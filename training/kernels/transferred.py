@@ -312,9 +312,8 @@ class Transfer:
         teachers = tuple(teacher_of(str(name)) for name in value["teachers"])
         for teacher in teachers:
             if teacher.digest != value["teachers"][teacher.name]:
-                raise PredictorError(
-                    f"this predictor was trained with another version of {teacher.name}: train it again from its table"
-                )
+                told = f"this predictor was trained with another version of {teacher.name}"
+                raise PredictorError(f"{told}: train it again from its table")
         tables = value["posteriors"]
         for name, limits in value.get("support", {}).items():  # where earlier versions saved them
             tables = {**tables, name: {**tables[name], "support": dict(zip(("low", "high"), limits, strict=True))}}

@@ -69,10 +69,8 @@ class Profile:
         facts["source"] = "measured by stepsight collect" if self.facts else known.get("source", "")
         missing = {"peak_flops", "memory_bandwidth_bytes_per_s", "memory_bytes"} - set(facts)
         if missing:
-            raise TraceError(
-                f"the collection must hold event profiles with hardware facts, or {name!r:.80} must be a preset; "
-                f"got no {', '.join(sorted(missing))}"
-            )
+            rule = f"the collection must hold event profiles with hardware facts, or {name!r:.80} must be a preset"
+            raise TraceError(f"{rule}; got no {', '.join(sorted(missing))}")
         return hardware_from_dict(facts)
 
 
@@ -208,28 +206,22 @@ def read_imported_runs(collections: Iterable[Path], hardware: str = "") -> list[
 
 def _check_ranks(ranks: int, where: Path) -> None:
     if ranks > MOST_TRAINING_RANKS:
-        raise TraceError(
-            f"only runs and events of at most {MOST_TRAINING_RANKS} ranks of a box may train: what is larger judges "
-            f"predictions; got {ranks} ranks in {where}"
-        )
+        rule = f"only runs and events of at most {MOST_TRAINING_RANKS} ranks of a box may train"
+        raise TraceError(f"{rule}: what is larger judges predictions; got {ranks} ranks in {where}")
 
 
 def check_hardware(runs: Sequence[MeasuredRun], name: str) -> None:
     """Check that every run is on the hardware to learn, and that all or none are compiled."""
     compiled = [run.manifest.folder for run in runs if run.manifest.compiled]
     if 0 < len(compiled) < len(runs):
-        raise TraceError(
-            f"composite ops of all runs must be compiled, or of none: got {len(compiled)} of {len(runs)} runs "
-            f"compiled, as {compiled[0]}"
-        )
+        rule = "composite ops of all runs must be compiled, or of none"
+        raise TraceError(f"{rule}: got {len(compiled)} of {len(runs)} runs compiled, as {compiled[0]}")
     for run in runs:
         if device := str(run.manifest.fingerprint.get("device", "")):
             imported_ops.check_device(device, name, run.manifest.folder)
         if run.manifest.job.hardware_name != name:
-            raise TraceError(
-                f"every run must be on the predictor's hardware: cluster.hardware must be {name!r:.80}, "
-                f"got {run.manifest.job.cluster.hardware!r:.80} in {run.manifest.folder}"
-            )
+            rule = f"every run must be on the predictor's hardware: cluster.hardware must be {name!r:.80}"
+            raise TraceError(f"{rule}, got {run.manifest.job.cluster.hardware!r:.80} in {run.manifest.folder}")
 
 
 def fill_from_traces(profile: Profile, runs: Iterable[MeasuredRun]) -> list[str]:

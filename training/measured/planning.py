@@ -57,9 +57,8 @@ def collectable(job: Job, max_ranks: int | None = None) -> None:
     if problems:
         raise CollectError("; ".join(problems))
     if max_ranks is not None and job.cluster.num_devices > max_ranks:
-        raise CollectError(
-            f"a run needs a core (or GPU) for each rank: ranks <= {max_ranks} here, got {job.cluster.num_devices}"
-        )
+        rule = f"a run needs a core (or GPU) for each rank: ranks <= {max_ranks} here"
+        raise CollectError(f"{rule}, got {job.cluster.num_devices}")
 
 
 def as_the_harness_runs(job: Job) -> Job:

@@ -139,17 +139,14 @@ class Regressor(Saved):
                 _check_positions(f"neighbours of {kind}", near.positions, axes + 1)
                 least, most = LENGTHS[0], LENGTHS[-1]
                 if not (least <= near.length <= most and (np.abs(near.weights) <= MOST_WEIGHT).all()):
-                    raise ValueError(
-                        f"neighbours of {kind} must reach from {least} to {most}, weights lie within +-{MOST_WEIGHT:g}"
-                    )
+                    rule = f"neighbours of {kind} must reach from {least} to {most}"
+                    raise ValueError(f"{rule}, weights lie within +-{MOST_WEIGHT:g}")
 
 
 def _check_positions(name: str, positions: Array, num_axes: int) -> None:
     if positions.shape[1:] != (num_axes,) or not (np.abs(positions) <= MOST_LOG).all():
-        raise ValueError(
-            f"{name} must have {num_axes} axes and logarithms within +-{MOST_LOG:g}, "
-            f"got {positions.shape[1:]} and {np.abs(positions).max(initial=0.0):g}"
-        )
+        rule = f"{name} must have {num_axes} axes and logarithms within +-{MOST_LOG:g}"
+        raise ValueError(f"{rule}, got {positions.shape[1:]} and {np.abs(positions).max(initial=0.0):g}")
 
 
 def fit_regressor(
@@ -339,16 +336,13 @@ class Physics(Saved):
         if shapes != ((num_terms,), (num_terms,)):
             raise ValueError(f"{kind} must have {num_terms} constants and as many exponents, got {shapes}")
         if not (np.abs([*self.log_constants, *self.busy_exponents]) <= MOST_LOG).all():
-            raise ValueError(
-                f"constants and exponents of {kind} must lie within +-{MOST_LOG:g}, got {self.to_dict()!s:.80}"
-            )
+            rule = f"constants and exponents of {kind} must lie within +-{MOST_LOG:g}"
+            raise ValueError(f"{rule}, got {self.to_dict()!s:.80}")
         low, high = np.log(bounds.low) - SLACK, np.log(bounds.high) + SLACK
         likely = (low <= self.log_constants) & (self.log_constants <= high)
         if not (likely & (self.busy_exponents >= 0) & (self.busy_exponents <= MAX_BUSY_EXPONENT)).all():
-            raise ValueError(
-                f"constants of {kind} must be what physics allows, and exponents lie within 0 and {MAX_BUSY_EXPONENT}, "
-                f"got {self.to_dict()!s:.120}"
-            )
+            rule = f"constants of {kind} must be what physics allows"
+            raise ValueError(f"{rule}, and exponents lie within 0 and {MAX_BUSY_EXPONENT}, got {self.to_dict()!s:.120}")
         if not set(self.overlapping) <= set(range(num_terms)):
             raise ValueError(f"overlapping terms of {kind} must be of 0 ... {num_terms - 1}, got {self.overlapping}")
 

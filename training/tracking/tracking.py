@@ -167,9 +167,8 @@ def tracked(uri: str, run_name: str) -> Iterator[TrackedRun]:
                 _create(client.create_experiment, EXPERIMENT, beside if uri.startswith("sqlite:///") else None)
             experiment = client.get_experiment_by_name(EXPERIMENT)
     except (MlflowException, ImportError) as error:
-        raise PredictorError(
-            f"tracking needs a URI of an MLflow store with a registry, got {uri}: {first_line(error)}"
-        ) from None
+        rule = "tracking needs a URI of an MLflow store with a registry"
+        raise PredictorError(f"{rule}, got {uri}: {first_line(error)}") from None
     run_id = client.create_run(experiment.experiment_id, run_name=run_name).info.run_id
 
     def end(status: str) -> None:
@@ -322,10 +321,8 @@ def load_predictor(name: str | Path) -> Predictor:
         return _read(folder.resolve(), tuple(facts))
     found = None if folder.exists() else shipped_predictor(str(name))
     if found is None and not folder.exists() and set_aside(folder) is None:
-        raise PredictorError(
-            f"a predictor is a folder with manifest.json, or {', '.join(shipped_names())}, their hardware, roofline, "
-            f"physics or {REGISTERED}NAME@ALIAS, got {str(name)!r:.80}"
-        )
+        rule = f"a predictor is a folder with manifest.json, or {', '.join(shipped_names())}, their hardware"
+        raise PredictorError(f"{rule}, roofline, physics or {REGISTERED}NAME@ALIAS, got {str(name)!r:.80}")
     return Predictor.load(folder) if found is None else found
 
 
