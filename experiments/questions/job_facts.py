@@ -7,8 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
+from stepsight.dataset.base.bounded import read_toml
 from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.job.job import Job
@@ -116,21 +118,8 @@ def _next_steps(job: Job, effect: EffectOf) -> list[Effect]:
 BANDWIDTH = "cluster.fabric.inter_node.bandwidth_gbytes_per_s"
 MODEL, DEVICE, SCHEDULE, VIRTUAL = "model.name", "cluster.hardware", "parallel.schedule", "parallel.virtual_stages"
 STRATEGY, BATCH, CLUSTER, SIZES = GROUPS = ("Strategy", "Batch", "Cluster", "Model")
-# Group, key, and the largest value of a slider that doubles; 0: from an eighth to eight times the job's own value.
-_SLIDERS: tuple[tuple[str, str, int], ...] = (
-    (STRATEGY, "parallel.tp", 64),
-    (STRATEGY, "parallel.pp", 128),
-    (STRATEGY, "parallel.cp", 64),
-    (STRATEGY, "parallel.ep", 256),
-    (STRATEGY, VIRTUAL, 16),
-    (BATCH, "batch.micro_batch", 64),
-    (BATCH, "batch.global_batch", 0),
-    (BATCH, "model.seq_len", 0),
-    (CLUSTER, NODES, 16384),
-    *((CLUSTER, key, 0) for key in FABRIC_KEYS),
-    (SIZES, "model.layers", 0),
-    (SIZES, "model.hidden", 0),
-)
+# By group and key, the largest value of a slider that doubles; 0: from an eighth to eight times the job's own value.
+_SLIDERS: dict[str, dict[str, int]] = read_toml(Path(__file__).with_name("sliders.toml"))
 _AROUND = (0.125, 0.25, 0.5, 1, 2, 4, 8)
 _OF_TABLES = ("model.seq_len", "model.layers", "model.hidden")  # they follow from a recommendation model's tables
 _CHOSEN = ("zero_stage", "recompute", "sequence_parallel", "overlap_grad_reduce", "overlap_param_gather", "overlap_tp")
@@ -178,7 +167,7 @@ def value_of(job: Job, key: str) -> Any:
 def fields_of(job: Job) -> list[Field]:
     """The fields of a job, in the order of the page; each offers the job's own value too."""
     found = []
-    for group, key, most in _SLIDERS:
+    for group, key, most in ((group, *each) for group, keys in _SLIDERS.items() for each in keys.items()):
         if not (job.model.tables and key in _OF_TABLES):
             own = value_of(job, key)
             values = [2**power for power in range(most.bit_length())]

@@ -25,13 +25,6 @@ def figure_file(path: Path, width: float = 6.0, height: float = 5.0) -> Iterator
     pyplot.close(figure)
 
 
-def new_axes() -> Any:
-    """Axes of a new figure, with the backend that is in use: notebooks show it."""
-    from matplotlib import pyplot
-
-    return pyplot.subplots(figsize=(7.0, 4.5), layout="constrained")[1]
-
-
 def _finish(axes: Any, title: str, x: str, y: str, *, log_y: bool = True) -> None:
     """Label logarithmic axes; ticks are written as 20, 50, 100 instead of powers of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
@@ -99,8 +92,14 @@ def plot_search(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
         draw_search(rows, axes, title)
 
 
-def draw_search(rows: Sequence[dict[str, Any]], axes: Any, title: str) -> None:
-    """Draw iteration time over peak memory of every strategy that was timed."""
+def draw_search(rows: Sequence[dict[str, Any]], axes: Any, title: str) -> Any:
+    """Draw iteration time over peak memory of every strategy that was timed, and return the axes; None: those of a new
+    figure, with the backend that is in use, so that notebooks show it.
+    """
+    if axes is None:
+        from matplotlib import pyplot
+
+        axes = pyplot.subplots(figsize=(7.0, 4.5), layout="constrained")[1]
     timed = [(row["fits"], row["memory_bytes"] / 1e9, row["iteration_time_s"]) for row in rows]
     timed = [row for row in timed if row[-1] is not None]
     for fits, colour, label in ((True, "tab:blue", "fits"), (False, "lightgrey", "does not fit")):
@@ -112,3 +111,4 @@ def draw_search(rows: Sequence[dict[str, Any]], axes: Any, title: str) -> None:
         axes.scatter(*best, s=90, marker="*", color="tab:red", label="best")
     axes.legend(frameon=False)
     _finish(axes, title, "peak memory of the fullest stage (GB)", "predicted iteration time (s)")
+    return axes

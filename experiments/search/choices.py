@@ -288,11 +288,9 @@ class SearchResult:
 
     def plot(self, axes: Any = None) -> Any:
         """Draw iteration time over memory of every strategy that was timed, on matplotlib axes or a new figure."""
-        from stepsight.experiments.reports.plots import draw_search, new_axes
+        from stepsight.experiments.reports.plots import draw_search
 
-        axes = new_axes() if axes is None else axes
-        draw_search(self._rows, axes, self.proof)
-        return axes
+        return draw_search(self._rows, axes, self.proof)
 
     def _repr_html_(self) -> str:
         """HTML for a notebook: the proof, and the first strategies as a table."""

@@ -239,23 +239,7 @@ class SearchSettings:
             raise StepsightError(f"a study is kept in a storage: state storage with the study {self.study_name!r:.80}")
 
 
-SPACES: dict[str, dict[str, Any]] = {
-    "usual": {},
-    "wide": {
-        "micro_batches": (1, 2, 3, 4, 6, 8, 12, 16),
-        "schedules": (
-            *(("1f1b", chunks) for chunks in (1, 2, 3, 4, 5, 6, 8)),
-            *((name, chunks) for name in ("looped-bfs", "interleaved-zb") for chunks in (2, 4)),
-            *("gpipe", "zb-h1", "zbv"),
-        ),
-        "cp": (1, 2, 4, 8, 16),
-        "zero_stages": (0, 1, 2, 3),
-        "recompute_every": (1, 2, 4),
-        "dp_shard": (0, 2, 4, 8, 16, 32, 64),
-        "offload_activations": (False, True),
-        "orders": ("tp-cp-dp-pp", "tp-cp-pp-dp", "tp-dp-cp-pp"),
-    },
-}
+SPACES: dict[str, dict[str, Any]] = read_toml(Path(__file__).with_name("spaces.toml"))
 _VALUES: dict[str, tuple[Any, ...]] = {
     "zero_stages": (0, 1, 2, 3),
     "recompute": RECOMPUTE,

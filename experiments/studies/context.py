@@ -65,9 +65,9 @@ class Task:
 
     name: str
     about: str  # what is predicted, and what is held out
-    groups: Mapping[str, str]  # group of each run that judges; a split never parts a group
-    split: Callable[[frozenset[str]], Split]  # from the groups that are held out
-    is_fixed: bool = False  # all groups are judged at once, by models that other runs taught
+    names: Sequence[str]  # of the runs that judge
+    split: Callable[[frozenset[str]], Split]  # from the runs that are held out
+    is_fixed: bool = False  # all runs are judged at once, by models that other runs taught
 
 
 def runs_task(folder: Path) -> Task:
@@ -88,7 +88,7 @@ def runs_task(folder: Path) -> Task:
         )
 
     about = "ops in context and iterations of collected runs; runs held out"
-    return Task("runs", about, {name: name for name in names}, split)
+    return Task("runs", about, names, split)
 
 
 def cluster_task(folder: Path) -> Task:
@@ -100,7 +100,7 @@ def cluster_task(folder: Path) -> Task:
     seen, unseen = (fit_context.measured_runs(small, each) for each in (predictor, predictor.left_out))
     split = Split(seen, unseen, {}, list(large.values()), predictor)
     about = "iterations of 8 and 16 ranks in boxes, learned from at most 4; the steadiest run of a job judges"
-    return Task("cluster", about, {name: name for name in large}, lambda held: split, is_fixed=True)
+    return Task("cluster", about, list(large), lambda held: split, is_fixed=True)
 
 
 TASKS: Mapping[str, Callable[[Path], Task]] = {"runs": runs_task, "cluster": cluster_task}  # by folder of their data
@@ -209,7 +209,7 @@ def judge(task: Task, seeds: int, folds: int, teach: int = 0) -> Row:
     standard error over seeds), ``behind`` (score minus that of ``reference``; ``behind_error``: over groups), and CPU
     time of training and of the first answer for a segment.
     """
-    place = {name: place for place, name in enumerate(task.groups)}
+    place = {name: place for place, name in enumerate(task.names)}
     errors: dict[str, _Errors] = {}
     for seed in range(seeds):
         for fold, held in enumerate(_folds(task, folds, seed, teach)):
@@ -231,8 +231,8 @@ def judge(task: Task, seeds: int, folds: int, teach: int = 0) -> Row:
 
 
 def _folds(task: Task, count: int, seed: int, teach: int) -> list[frozenset[str]]:
-    """Groups that are held out together."""
-    groups = sorted(set(task.groups.values()))
+    """Runs that are held out together."""
+    groups = sorted(task.names)
     if task.is_fixed:
         return [frozenset(groups)]
     if len(groups) < max(2, teach + 1):
@@ -244,10 +244,10 @@ def _folds(task: Task, count: int, seed: int, teach: int) -> list[frozenset[str]
 
 
 def _outcome(task: Task, errors: Mapping[str, _Errors]) -> Row:
-    groups = np.array(list(task.groups.values()))
     scores = {model: _scores(own, errors["none"]) for model, own in errors.items()}
-    judged = [group for group in sorted(set(groups.tolist())) if np.isfinite(scores["none"][:, groups == group]).any()]
-    by_group = {model: np.array([np.nanmean(own[:, groups == one]) for one in judged]) for model, own in scores.items()}
+    in_order = sorted(range(len(task.names)), key=task.names.__getitem__)
+    judged = [place for place in in_order if np.isfinite(scores["none"][:, place]).any()]
+    by_run = {model: np.nanmean(own[:, judged], axis=0) for model, own in scores.items()}
     rows = [
         {
             "model": model,
@@ -255,14 +255,14 @@ def _outcome(task: Task, errors: Mapping[str, _Errors]) -> Row:
             "iteration_percent": _percent(own.iterations),
             "score": float(np.nanmean(scores[model])),
             "seed_error": standard_error(np.nanmean(scores[model], axis=1)),
-            "behind": float((by_group[model] - by_group[AUTO]).mean()),
-            "behind_error": standard_error(by_group[model] - by_group[AUTO]),
+            "behind": float((by_run[model] - by_run[AUTO]).mean()),
+            "behind_error": standard_error(by_run[model] - by_run[AUTO]),
             "fit_s": float(np.mean(own.fit_s)),
             "answer_s": float(np.median(own.answer_s or [0.0])),
         }
         for model, own in errors.items()
     ]
-    told = {"task": task.name, "about": task.about, "runs": len(task.groups), "groups": len(judged)}
+    told = {"task": task.name, "about": task.about, "runs": len(task.names), "groups": len(judged)}
     return {**told, "reference": AUTO, "rows": rows}
 
 

@@ -130,7 +130,6 @@ def _chosen(device: str, hardware: str, variant: str, part: float) -> list[StepC
     """Runs of a variant, the first of each role, which alternate, so that a drift of the device affects both equally;
     emulated ranks run once, eager, at the end.
     """
-    found = [case for case in step_cases(device, hardware) if variant == "eager" or case.compiled]
     places: list[tuple[float, str, StepCase]] = []
     found = [case for case in step_cases(device, hardware) if variant == "eager" or case.compiled]
     for role, fewest in (("train", FEWEST_TRAIN), ("heldout", FEWEST_HELDOUT)):

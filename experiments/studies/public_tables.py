@@ -19,7 +19,7 @@ from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.studies.study import Row, Study
 from stepsight.training.collectives.between_nodes import UNFITTED, fit_site
 from stepsight.training.corrections.corrector import rows_by
-from stepsight.training.fitting.own_table import family_figures
+from stepsight.training.fitting.own_table import family_figures, held_out
 from stepsight.training.kernels.kernel_models import dtype_class, fit_kernels, op_rows
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.shipped.catalogue import RECIPES, read_links, read_recipe
@@ -45,7 +45,7 @@ def kernel_figures(name: str, rows: OpRows, hardware: Hardware, seed: int = 0) -
     for (family, precision), indices in rows_by([(op.family, dtype_class(op, hardware)) for op in rows.ops]).items():
         every = rows.take(np.array(indices))
         for split, group in {"random": lambda op: (op.kind, op.dims), **SPLITS.get(family, {})}.items():
-            held = held_out([group(op) for op in every.ops], seed)
+            held = held_out([group(op) for op in every.ops], seed, FOLDS, fewest=1)
             kept, left = every.take(np.flatnonzero(~held)), every.take(np.flatnonzero(held))
             model = fit_kernels(kept.ops, 1, kept.seconds, hardware, variants=kept.variants, seed=seed, judged=False)
             predicted = model.regressor.seconds(op_rows(left.ops, hardware, 1, left.variants))
@@ -59,14 +59,6 @@ def kernel_figures(name: str, rows: OpRows, hardware: Hardware, seed: int = 0) -
             figures["roofline_mape"] = float(_off(limits, left.seconds).mean())
             found.append({"predictor": name, "ops": label, "split": split, **figures})
     return found
-
-
-def held_out(groups: Sequence[Hashable], seed: int) -> Mask:
-    """Rows of a fifth of the groups, ``(rows,)``."""
-    distinct = list(dict.fromkeys(groups))
-    chosen = np.random.default_rng(seed).permutation(len(distinct))[: max(len(distinct) // FOLDS, 1)]
-    left = {distinct[index] for index in chosen.tolist()}
-    return np.array([group in left for group in groups], dtype=np.bool_)
 
 
 def _off(predicted: Array, measured: Array) -> Array:

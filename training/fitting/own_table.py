@@ -56,8 +56,8 @@ class OwnTable:
 
     def split(self, seed: int, folds: int = 5) -> tuple[OwnTable, OwnTable]:
         """Split into training rows, and the held-out rows of one in ``folds`` shapes."""
-        held = _held([shape_of(op) for op in self.ops.ops], seed, folds)
-        links = _held([shape_of(work) for work in self.collectives.collectives], seed, folds)
+        held = held_out([shape_of(op) for op in self.ops.ops], seed, folds)
+        links = held_out([shape_of(work) for work in self.collectives.collectives], seed, folds)
         kept = self.take(np.flatnonzero(~held), np.flatnonzero(~links))
         return kept, self.take(np.flatnonzero(held), np.flatnonzero(links))
 
@@ -100,25 +100,20 @@ def find_own_hardware(table: Measurements, stated: str, like: str) -> Hardware:
     if stated:
         found = find_hardware(canonical_hardware(stated))
         if found is None:
-            raise TableError(
-                f"--hardware must name a preset or a .toml or .json file of hardware facts, got {stated!r:.80}"
-            )
+            rule = "--hardware must name a preset or a .toml or .json file of hardware facts"
+            raise TableError(f"{rule}, got {stated!r:.80}")
         if len(devices) <= 1 or found.name in devices:  # the facts are of the only device, whatever its rows call it
             return found
         raise TableError(f"the table must hold rows of {found.name}, got {', '.join(devices)}")
     if len(devices) != 1:
-        raise TableError(
-            "a table of several devices, or of none that is named, needs --hardware NAME; got "
-            f"{', '.join(devices) or 'none'}"
-        )
+        rule = "a table of several devices, or of none that is named, needs --hardware NAME"
+        raise TableError(f"{rule}; got {', '.join(devices) or 'none'}")
     found = find_hardware(canonical_hardware(devices[0]))
     if found is None and like and (alike := find_hardware(like)) is not None:
         return replace(alike, name=devices[0], source=f"facts of {alike.name}, which it is said to be like")
     if found is None:
-        raise TableError(
-            f"unknown device {devices[0]!r:.80}: state its facts with --hardware FILE.toml, "
-            "or name a preset with the same chip with --like"
-        )
+        told = f"unknown device {devices[0]!r:.80}: state its facts with --hardware FILE.toml"
+        raise TableError(f"{told}, or name a preset with the same chip with --like")
     return found
 
 
@@ -187,9 +182,10 @@ def _draw(names: Sequence[str], most: int, rng: np.random.Generator) -> NDArray[
     return np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *kept]))
 
 
-def _held(shapes: Sequence[Hashable], seed: int, folds: int) -> NDArray[np.bool_]:
+def held_out(shapes: Sequence[Hashable], seed: int, folds: int, fewest: int = 0) -> NDArray[np.bool_]:
+    """Rows of one in ``folds`` shapes, of ``fewest`` at least, ``(rows,)``."""
     distinct = list(dict.fromkeys(shapes))
-    chosen = np.random.default_rng(seed).permutation(len(distinct))[: len(distinct) // folds]
+    chosen = np.random.default_rng(seed).permutation(len(distinct))[: max(len(distinct) // folds, fewest)]
     left = {distinct[index] for index in chosen.tolist()}
     return np.array([shape in left for shape in shapes], dtype=np.bool_)
 

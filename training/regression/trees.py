@@ -8,48 +8,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.base.bounded import read_toml
 from stepsight.dataset.base.caching import compiled
 from stepsight.dataset.base.errors import PredictorError
 from stepsight.features.node_features import check_known, columns_of
 
 Array = NDArray[np.float64]
 
-PARAMETERS = {
-    "objective": "huber",
-    "alpha": 0.2,
-    "learning_rate": 0.06,
-    "num_leaves": 6,
-    "min_data_in_leaf": 6,
-    "lambda_l2": 2.0,
-    "feature_fraction": 0.8,
-    "max_bin": 63,
-    "num_threads": 1,
-    "deterministic": True,
-    "force_row_wise": True,
-    "boost_from_average": False,
-    "verbosity": -1,
-}
+_SETTINGS: dict[str, dict[str, Any]] = read_toml(Path(__file__).with_name("trees.toml"))  # of LightGBM
 ROUNDS = 120
 MIN_ROWS = 24
 
 MANY_ROWS = 2000  # from this number of rows on, trees may follow every step of a curve
-PARAMETERS_OF_MANY = {
-    **PARAMETERS,
-    "objective": "l1",
-    "learning_rate": 0.08,
-    "num_leaves": 63,
-    "min_data_in_leaf": 10,
-    "lambda_l2": 0.0,
-    "feature_fraction": 0.7,
-    "bagging_fraction": 0.8,
-    "bagging_freq": 1,
-    "max_bin": 255,
-}
 ROUNDS_OF_MANY = 200
 VERY_MANY_ROWS = 8000
 ROUNDS_OF_VERY_MANY = 600
@@ -72,9 +48,9 @@ def fit_trees(
     """Fit trees to log-residuals: small and strongly regularised ones, or larger ones if there are many rows."""
     import lightgbm
 
-    parameters, rounds = PARAMETERS, ROUNDS
+    parameters, rounds = _SETTINGS["few"], ROUNDS
     if len(targets) >= MANY_ROWS:
-        parameters = PARAMETERS_OF_MANY
+        parameters = {**parameters, **_SETTINGS["many"]}
         rounds = ROUNDS_OF_MANY if len(targets) < VERY_MANY_ROWS else ROUNDS_OF_VERY_MANY
     binning = {"verbosity": -1, "max_bin": parameters["max_bin"]}
     data = lightgbm.Dataset(features, targets, weight=weights, feature_name=list(names), params=binning)
@@ -140,10 +116,8 @@ class Trees:
         """Numbers of the features that splits read, in order."""
         read = np.unique(self._packed[0].feature)
         if len(read) and read[-1] >= len(self.names):
-            raise PredictorError(
-                f"a regressor must name every feature that it reads, got {len(self.names)} names and a split on "
-                f"feature {read[-1]}"
-            )
+            rule = "a regressor must name every feature that it reads"
+            raise PredictorError(f"{rule}, got {len(self.names)} names and a split on feature {read[-1]}")
         return read
 
     def check(self, names: Sequence[str]) -> None:
@@ -157,9 +131,8 @@ class Trees:
             raise PredictorError(f"a regressor must have at most {MOST_TREES} trees, got {blocks}")
         forest, _, largest = self._packed
         if not np.isfinite(forest.threshold).all() or largest > MOST_SUM:
-            raise PredictorError(
-                f"thresholds must be finite and leaves add up to at most {MOST_SUM:g}, got {largest:g}"
-            )
+            rule = f"thresholds must be finite and leaves add up to at most {MOST_SUM:g}"
+            raise PredictorError(f"{rule}, got {largest:g}")
         check_known([self.names[index] for index in self._read], names, "a regressor")
 
     def predict(self, features: Array, names: tuple[str, ...]) -> Array:

@@ -37,7 +37,7 @@ def task() -> Task:
         teach: list[Measured] = [(own, []) for name, own in examples.items() if name not in held]
         return Split(teach, teach, {name: examples[name] for name in held})
 
-    return Task("made", "products and additions", {name: name for name in NAMES}, split)
+    return Task("made", "products and additions", NAMES, split)
 
 
 @pytest.mark.parametrize(("teach", "judged"), [(0, 4), (3, 1)])
@@ -64,6 +64,6 @@ def test_a_folder_without_data_is_refused(tmp_path: Path, capsys: pytest.Capture
     """A task needs at least two groups, and ``--data`` a task's folder."""
     assert context.STUDY.main(["--data", str(tmp_path)]) == 2
     assert "runs, cluster" in capsys.readouterr().err
-    single = Task("one", "", {"a": "a"}, lambda held: Split([], [], {}))
+    single = Task("one", "", ["a"], lambda held: Split([], [], {}))
     with pytest.raises(TraceError, match="at least 2 groups"):
         context.judge(single, 1, 2)
