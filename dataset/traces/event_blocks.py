@@ -129,10 +129,8 @@ class EventBlocks:
 
     def _warn(self, mended: bool) -> None:
         if mended and not self.warnings:
-            told = (
-                "the file is not strict JSON (NaN, control characters or bytes that are not UTF-8): read all the same"
-            )
-            self.warnings.append(told)
+            why = "NaN, control characters or bytes that are not UTF-8"
+            self.warnings.append(f"the file is not strict JSON ({why}): read all the same")
 
 
 NO_TEXT = Raw(b"null")

@@ -132,12 +132,8 @@ class HostWorks:
         out, last = list[Work](), dict[int, Work]()  # the newest by thread
         for work in (works[row] for row in sorted(works)):  # consecutive calls of a thread may be parts of an op
             before = last.get(work.stream)
-            if (
-                before is not None
-                and before.work == work.work
-                and isinstance(work.work, Op)
-                and work.work.record.in_parts
-            ):
+            in_parts = isinstance(work.work, Op) and work.work.record.in_parts
+            if in_parts and before is not None and before.work == work.work:
                 before.end, before.own = work.end, before.own + work.own
                 before.recorded += work.recorded
             else:

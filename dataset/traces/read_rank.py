@@ -39,37 +39,35 @@ def read_rank(path: Path, placement: Placement | None = None, execution: Path | 
     """
     events = RankEvents(path)
     with well_formed(path):
-        return _graph_of(events, placement or Placement(), execution)
+        placement = placement or Placement()
+        rank, world_size = _identity(events, placement)
+        if len(events.device):
+            events = with_stand_ins(with_assumed_launches(events.with_calls(("stepsight::op ",))))
+        tree = call_tree(events)
+        if len(events.device):
+            graph = _device_graph(events, tree, world_size, placement)
+        else:
+            graph = host_graph(events, tree, world_size, placement, rank)
+        try:
+            check_sizes(graph.works, "a trace")
+        except ValueError as error:
+            raise TraceError(str(error)) from None
+        if execution is not None:
+            graph = data_edges.with_tensor_edges(graph, events, tree.parent, execution)
+        observed = observed_steps(events, graph.steps_s / MICROSECOND + graph.origin_us)
+        graph = data_edges.with_sequence_edges(data_edges.without_observed_steps(graph, observed), tree.sequence)
+        warnings = [*graph.warnings]
+        optimizer = any(each.name.startswith("Optimizer.step") for each in events.annotations)
+        if len(events.ops) and not optimizer and not (tree.phase == 1).any():
+            warnings.append("no backward pass and no optimizer: this looks like inference")
+        loading = [(each.start, each.end) for each in events.annotations if each.name.startswith(_LOADING)]
+        graph.loading_s = (np.array(loading).reshape(-1, 2) - graph.origin_us) * MICROSECOND
+        return graph.replace(rank=rank, world_size=world_size, warnings=tuple(dict.fromkeys(warnings)))
 
 
 def read_kineto(path: Path, placement: Placement | None = None) -> RankTrace:
     """Read one rank's file as its program with times."""
     return rank_trace(read_rank(path, placement))
-
-
-def _graph_of(events: RankEvents, placement: Placement, execution: Path | None) -> Program:
-    rank, world_size = _identity(events, placement)
-    if len(events.device):
-        events = with_stand_ins(with_assumed_launches(events.with_calls(("stepsight::op ",))))
-    tree = call_tree(events)
-    if len(events.device):
-        graph = _device_graph(events, tree, world_size, placement)
-    else:
-        graph = host_graph(events, tree, world_size, placement, rank)
-    try:
-        check_sizes(graph.works, "a trace")
-    except ValueError as error:
-        raise TraceError(str(error)) from None
-    if execution is not None:
-        graph = data_edges.with_tensor_edges(graph, events, tree.parent, execution)
-    observed = observed_steps(events, graph.steps_s / MICROSECOND + graph.origin_us)
-    graph = data_edges.with_sequence_edges(data_edges.without_observed_steps(graph, observed), tree.sequence)
-    warnings, optimizer = [*graph.warnings], any(each.name.startswith("Optimizer.step") for each in events.annotations)
-    if len(events.ops) and not optimizer and not (tree.phase == 1).any():
-        warnings.append("no backward pass and no optimizer: this looks like inference")
-    loading = [(each.start, each.end) for each in events.annotations if each.name.startswith(_LOADING)]
-    graph.loading_s = (np.array(loading).reshape(-1, 2) - graph.origin_us) * MICROSECOND
-    return graph.replace(rank=rank, world_size=world_size, warnings=tuple(dict.fromkeys(warnings)))
 
 
 def _device_graph(events: RankEvents, tree: CallTree, world_size: int, placement: Placement) -> Program:
@@ -204,10 +202,8 @@ def _with_unrecorded(graph: Program) -> Program:
     gaps = late > _SAMPLED_GAP_US * MICROSECOND
     launched = (graph.edge_columns["why"] == WHY_NUMBER[Dependency.LAUNCH]).any()
     if inner.any() and not (launched and (gaps & inner).sum() < _SAMPLED_SHARE * inner.sum()):
-        told = (
-            f"kernels are missing: {int((gaps & inner).sum())} of {int(inner.sum())} kernels start later than anything "
-            "recorded explains; the trace was trimmed, and the gaps count as work that was not recorded"
-        )
+        some = f"{int((gaps & inner).sum())} of {int(inner.sum())} kernels start later than anything recorded explains"
+        told = f"kernels are missing: {some}; the trace was trimmed, and the gaps count as work that was not recorded"
         return graph.replace(unrecorded_s=np.where(gaps & inner, late, 0.0), warnings=(*graph.warnings, told))
     idle = np.where(graph.on_device, late, 0.0)
     chosen = idle > _IDLE_GAP_US * MICROSECOND
@@ -216,8 +212,6 @@ def _with_unrecorded(graph: Program) -> Program:
     begin = graph.start_s[chosen] - late[chosen]
     idle[chosen] -= covered(graph.start_s[busy], graph.end_s[busy], begin, graph.start_s[chosen])
     idle[(idle < _IDLE_GAP_US * MICROSECOND) | (idle < _IDLE_SHARE * late)] = 0.0
-    told = (
-        f"work is missing: the device computes nothing in {int((idle > 0).sum())} gaps of "
-        f"{1e3 * idle.sum():.1f} ms in all, although work was launched; they count as work that was not recorded"
-    )
+    gaps_told = f"{int((idle > 0).sum())} gaps of {1e3 * idle.sum():.1f} ms in all, although work was launched"
+    told = f"work is missing: the device computes nothing in {gaps_told}; they count as work that was not recorded"
     return graph.replace(unrecorded_s=idle, warnings=(*graph.warnings, *([told] if idle.any() else [])))

@@ -57,20 +57,17 @@ class StreamWaits:
         base, parts = len(self._parts.calls), self._parts
         if len(pairs):
             before, after = pairs.T
-            lag = self._start[after] - self._end[before]
-            delay = np.minimum(self._delays(before, after, lag), lag)
+            lag, late = self._start[after] - self._end[before], self._lateness()[after]
+            seen = (lag >= 0) & (lag <= _within(late)) & (late > _LATE_US)
+            if seen.any():
+                parts.constants["event"] = float(np.mean(lag[seen]))
+            # A wait takes one time for each pair of streams, from the waits that delayed a kernel.
+            pair = self._stream[before] * (int(self._stream.max()) + 1) + self._stream[after]
+            counts, sums = (np.bincount(pair[seen], weights, pair.max() + 1) for weights in (None, lag[seen]))
+            usual = np.where(counts > 0, sums / np.maximum(counts, 1), parts.constants["event"])
+            delay = np.minimum(usual[pair], lag)
             parts.edges.append((base + before, base + after, Dependency.SYNCHRONISATION, delay))
         self._host_waits()
-
-    def _delays(self, before: Ints, after: Ints, lag: Floats) -> Floats:
-        """Duration of each wait: one number for each pair of streams, from the waits that delayed a kernel."""
-        late, constants = self._lateness()[after], self._parts.constants
-        seen = (lag >= 0) & (lag <= _within(late)) & (late > _LATE_US)
-        if seen.any():
-            constants["event"] = float(np.mean(lag[seen]))
-        pair = self._stream[before] * (int(self._stream.max()) + 1) + self._stream[after]
-        counts, sums = (np.bincount(pair[seen], weights, pair.max() + 1) for weights in (None, lag[seen]))
-        return np.asarray(np.where(counts > 0, sums / np.maximum(counts, 1), constants["event"])[pair])
 
     def _last(self, stream: int, moment: float, back: int = 0) -> int:
         """The newest event of a stream that was issued before a time, or ``back`` events earlier; -1: none."""

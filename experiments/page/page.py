@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from nicegui import run, ui
 from nicegui.events import MultiUploadEventArguments
 
-from stepsight.dataset.base.bounded import MOST_TABLES
+from stepsight.dataset.base.bounded import MOST_TABLES, read_toml
 from stepsight.dataset.base.errors import StepsightError, printable
 from stepsight.dataset.configs.documents import job_toml
 from stepsight.dataset.job.job import Job
@@ -35,12 +35,7 @@ if TYPE_CHECKING:
 
 PAUSE_S = 0.3  # without a change, before what takes longer is computed
 MOST_PINS = 8
-_START: dict[str, Any] = {  # where the user names no job
-    "model": {"name": "gpt3-175b"},
-    "parallel": {"tp": 8, "pp": 16, "sequence_parallel": True, "zero_stage": 1, "recompute": "selective"},
-    "batch": {"micro_batch": 1, "global_batch": 1536},
-    "cluster": {"hardware": "a100-sxm-80gb", "nodes": 128, "devices_per_node": 8},
-}
+_START = read_toml(Path(__file__).with_name("start.toml"))  # where the user names no job
 _NOT_PINNED = "<p>Pin an answer, then change the job.</p>"
 _SECTIONS = ("Time", "Timeline", "Sensitivity", "Compare", "Search", "Traces", "Share")
 

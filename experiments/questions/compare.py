@@ -69,28 +69,25 @@ def run_side(path: Path) -> Side:
             facts = {"ranks": found.world_size, **{f"versions.{key}": v for key, v in found.versions.items()}}
         own = {} if found.job is None else _flat(found.job)
         side = Side(found.name, measured_step(folder), True, {**own, **facts})
-    side = side if traced is None else _with_traces(side, ReplayedRun.of(traced))
+    if traced is not None:  # what its traces tell; its step as `replay` measures it, if none was timed unprofiled
+        replayed = ReplayedRun.of(traced)
+        graphs, seconds = traced.graphs, side.seconds or replayed.profiled.measured_s
+        critical, steps = breakdown(graphs).critical, max(sum(len(graph.steps_s) for graph in graphs), 1)
+        path_s = sum(critical.values()) or 1.0
+        kernels = {key: (len(runs) / steps, float(runs.sum()) / steps) for key, runs in kernel_seconds(graphs).items()}
+        known = {} if "ranks" in side.facts else {"hardware": graphs[0].device_name, "ranks": len(graphs)}
+        side = replace(
+            side,
+            seconds=seconds,
+            facts={**known, **side.facts},
+            causes={kind: each / path_s * seconds for kind, each in critical.items()},
+            **_sums((kernel.what, kernel.kind, seconds) for kernel, (_, seconds) in kernels.items()),
+            kernels=kernels,
+            exposed_s=statistics.fmean(each["seconds"] for each in replayed.exposed()),
+        )
     if not side.seconds:
         raise StepsightError(f"compare needs a run with timed or traced steps, got {path}")
     return side
-
-
-def _with_traces(side: Side, found: ReplayedRun) -> Side:
-    """The side with what its traces tell; its step as `replay` measures it, if none was timed without a profiler."""
-    graphs, seconds = found.run.graphs, side.seconds or found.profiled.measured_s
-    critical, steps = breakdown(graphs).critical, max(sum(len(graph.steps_s) for graph in graphs), 1)
-    path_s = sum(critical.values()) or 1.0
-    kernels = {key: (len(runs) / steps, float(runs.sum()) / steps) for key, runs in kernel_seconds(graphs).items()}
-    facts = {"hardware": graphs[0].device_name, "ranks": len(graphs)}
-    return replace(
-        side,
-        seconds=seconds,
-        facts={**({} if "ranks" in side.facts else facts), **side.facts},
-        causes={kind: each / path_s * seconds for kind, each in critical.items()},
-        **_sums((kernel.what, kernel.kind, seconds) for kernel, (_, seconds) in kernels.items()),
-        kernels=kernels,
-        exposed_s=statistics.fmean(each["seconds"] for each in found.exposed()),
-    )
 
 
 def _flat(job: Job) -> dict[str, Any]:

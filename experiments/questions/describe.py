@@ -136,8 +136,8 @@ def _runs_table(path: Path) -> dict[str, Any]:
     try:
         every = read_runs_table(path)
     except StepsightError as error:
-        told = f"{error}; a table of ops and collectives is imported first"
-        raise StepsightError(f"{told}: `stepsight import csv {path}`") from None
+        hint = f"{error}; a table of ops and collectives is imported first"
+        raise StepsightError(f"{hint}: `stepsight import csv {path}`") from None
     rows = [row for row in every if not row.wrong]
     words, told, cells = ("hardware", "framework"), dict[str, dict[str, Any]](), list[list[object]]()
     for name in dict.fromkeys(row.source for row in rows):

@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +120,8 @@ def toml_value(word: str) -> Any:
 
 
 COLUMNS: dict[str, Callable[[Prediction], Any]] = {
-    "devices": lambda found: found.job.cluster.num_devices,
-    "iteration_time_s": lambda found: found.iteration_time_s,
-    "low_s": lambda found: found.low_s,
-    "high_s": lambda found: found.high_s,
-    "tokens_per_s": lambda found: found.tokens_per_s,
+    "devices": attrgetter("job.cluster.num_devices"),
+    **{name: attrgetter(name) for name in ("iteration_time_s", "low_s", "high_s", "tokens_per_s")},
     "tokens_per_s_per_device": lambda found: found.tokens_per_s / found.job.cluster.num_devices,
     "mfu": lambda found: found.mfu,
     "memory_bytes": lambda found: found.memory.peak_bytes,

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from stepsight.dataset.base.bounded import read_toml
 from stepsight.dataset.base.errors import StepsightError, shorten
 from stepsight.dataset.base.files import write_pieces
 from stepsight.dataset.graph.columns import merge, overlap
@@ -37,15 +38,7 @@ SLOW_LINK = 0.4  # share of the stated bandwidth: a large collective below it do
 THROTTLED = ("power_cap", "hardware_slowdown", "thermal", "hardware_thermal", "hardware_power_brake")
 MOST_NODES, MOST_RANKS = 20, 8  # that are printed: of the critical path, and of exposed communication
 THROTTLING = "throttling"
-_ADVICE = {
-    HOST_BOUND: "the host launches too slowly: CUDA graphs, torch.compile, fused optimizers, larger micro-batches",
-    LOADER: "the data loader is late: more workers, prefetching, pinned memory, faster storage",
-    PEERS: "ranks wait for a slower rank: look for a straggler, uneven stages or uneven data",
-    COMMUNICATION: "communication is exposed: overlap it, use larger buckets, or communicate less",
-    "small_messages": "join messages: larger buckets, fewer shards",
-    "slow_transport": "check the transport (NCCL_DEBUG=INFO: NET/Socket instead of NET/IB), GPUDirect, and the links",
-    THROTTLING: "cool the devices, or raise the power limit; predictions assume neither",
-}
+_ADVICE: dict[str, str] = read_toml(Path(__file__).with_name("advice.toml"))  # by cause
 
 
 def one_run(path: Path, verb: str, *, traced: bool = False) -> Path:

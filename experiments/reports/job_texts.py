@@ -70,10 +70,8 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
         "change": prediction.change and prediction.change.text,
     }
     achieved, peak = prediction.mfu * prediction.peak_flops, flops_text(prediction.peak_flops)
-    speed = (
-        f"{prediction.tokens_per_s:,.0f} {job.unit}/s, {flops_text(achieved)} per device: MFU "
-        f"{100 * prediction.mfu:.1f} %, HFU {100 * prediction.hfu:.1f} % of {peak} ({job.batch.precision})"
-    )
+    shares = f"MFU {100 * prediction.mfu:.1f} %, HFU {100 * prediction.hfu:.1f} % of {peak} ({job.batch.precision})"
+    speed = f"{prediction.tokens_per_s:,.0f} {job.unit}/s, {flops_text(achieved)} per device: {shares}"
     head = [f"{name:<11}{fact}" for name, fact in facts.items() if fact]
     return {**told, "text": _prediction_text(told, head, speed, "stage")}
 

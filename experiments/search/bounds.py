@@ -302,10 +302,8 @@ class _BlockBounds:
         found = []
         for kind, every, offload in self._recompute:
             kept = self._table.kept_bytes(ids[..., offload], kind, stages * chunks, every)
-            if (
-                lower.placement_of(schedule, stages) == "loop"
-                and self._zeros[0][0].semantics.overlap.runtime != "torch"
-            ):
+            looped = lower.placement_of(schedule, stages) == "loop"
+            if looped and self._zeros[0][0].semantics.overlap.runtime != "torch":
                 found.append((kept.reshape(*kept.shape[:-1], chunks, stages) * flying.T).sum(axis=-2))
             else:
                 found.append(np.zeros((*kept.shape[:-1], stages)))

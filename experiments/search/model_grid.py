@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from stepsight.dataset.base.errors import CaptureError
@@ -51,10 +52,8 @@ class ModelGrid:
 
     def __str__(self) -> str:
         columns: dict[str, Column] = {
-            "data": lambda row: row.data,
-            "tensor": lambda row: row.tensor,
-            "pipeline": lambda row: row.pipeline,
-            "micro-batches": lambda row: row.micro_batches,
+            **{name: attrgetter(name) for name in ("data", "tensor", "pipeline")},
+            "micro-batches": attrgetter("micro_batches"),
             "ms": lambda row: Number(1e3 * row.seconds, 3),
             "GB": lambda row: Number(row.memory_bytes / 1e9),
             "fits": lambda row: "yes" if row.fits else "no",

@@ -11,7 +11,7 @@ import json
 import math
 import random
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from stepsight.simulator.durations.latency_model import preset_latency
 from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.programs.lower import signatures
 from stepsight.training.measured.measured import HELDOUT
-from stepsight.training.measured.planning import make_plan, stand_in_of
+from stepsight.training.measured.planning import event_row, make_plan, stand_in_of
 
 STAND_IN = "stand-in"  # role of a run of one rank of a large job
 CPU = "local-cpu"
@@ -174,13 +174,7 @@ def _plan(
     """The plan of a collection; ``ops``: those that teach and those that judge."""
     plan = make_plan([(case.role, case.job, _counts(device, case)) for case in chosen])
     plan["events"] = [
-        {
-            "name": name,
-            "world_size": 1,
-            "ops": [asdict(op) for op in sorted(half, key=str)],
-            "collectives": [],
-            "seconds": seconds * len(half) / sum(map(len, ops)),
-        }
+        event_row(1, sorted(half, key=str), [], seconds * len(half) / sum(map(len, ops)), name)
         for name, half in zip(("train", HELDOUT), ops, strict=True)
         if half
     ]

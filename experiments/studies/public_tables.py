@@ -16,7 +16,7 @@ from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements, read_table
 from stepsight.experiments.evaluation.table_errors import group_of
 from stepsight.experiments.reports.text_table import table_of
-from stepsight.experiments.studies.study import Row, Study
+from stepsight.experiments.studies.study import Row, Study, cases
 from stepsight.training.collectives.between_nodes import UNFITTED, fit_site
 from stepsight.training.corrections.corrector import rows_by
 from stepsight.training.fitting.own_table import family_figures, held_out
@@ -144,20 +144,7 @@ def run_collectives(options: argparse.Namespace) -> tuple[Any, str]:
 
 
 _DATA = {"--data": {"type": Path, "required": True, "help": "folder of the public tables"}}
-KERNELS = Study(
-    "kernels",
-    "Compare predicted with measured times of kernels, on held-out shapes of public tables. "
-    "A fifth of the shapes is held out in turn: shapes at random, and all shapes of some weights (n and k of a "
-    "product) or heads (of an attention), for every software that ran them. The roofline is that of the preset.",
-    run_kernels,
-    {**_DATA, "--only": {"choices": list(RECIPES), "help": "one predictor's data"}},
-)
-COLLECTIVES = Study(
-    "collectives",
-    "Compare predicted with measured times of collectives between nodes, at held-out sites. "
-    "Columns: the shipped predictor (it may have learned from this site), the same trained without the site, NCCL's "
-    "constants with nothing fitted, and factors fitted on the site's own rows of at most 64 ranks, or of its smaller "
-    "half where it has no more. The last column judges only the rows that were not fitted.",
-    run_collectives,
-    {**_DATA, "--predictor": {"type": Path, "help": "folder of a predictor to judge in place of the shipped one"}},
-)
+_ONLY = {"--only": {"choices": list(RECIPES), "help": "one predictor's data"}}
+KERNELS = Study("kernels", cases("about")["kernels"], run_kernels, {**_DATA, **_ONLY})
+_PREDICTOR = {"--predictor": {"type": Path, "help": "folder of a predictor to judge in place of the shipped one"}}
+COLLECTIVES = Study("collectives", cases("about")["collectives"], run_collectives, {**_DATA, **_PREDICTOR})

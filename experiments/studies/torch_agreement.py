@@ -133,8 +133,7 @@ def run_memory(options: argparse.Namespace) -> tuple[Any, str]:
     return {"summary": summary, "rows": rows}, f"{table_of(rows, columns, 3)}\n\n{figures_text(summary)}"
 
 
-ABOUT = "Compare predicted peak memory with PyTorch's count of every tensor, in the harness' steps on fake tensors."
-MEMORY = Study("memory", ABOUT, run_memory)
+MEMORY = Study("memory", cases("about")["memory"], run_memory)
 
 
 SCRIPT = Path(__file__).with_name("scripts.py")
@@ -235,12 +234,5 @@ def run_capture(options: argparse.Namespace) -> tuple[Any, str]:
     return {"rows": rows}, f"{table_of(rows, {**columns, 'time off, %': 'time_off_percent'}, 2)}\n\n{told}"
 
 
-CAPTURE = Study(
-    "capture",
-    "Compare lowered jobs with the same models and strategies captured from scripts. The script trains the harness' "
-    "own model of the job. Both are timed with the same durations. The table shows, for each strategy, whether all "
-    "collectives agree in kind, bytes, group size and count, by how much FLOP differ, and by how much the predicted "
-    "times differ.",
-    run_capture,
-    {"--only": {"default": "*", "help": "strategies whose names match, as '*fsdp*'"}},
-)
+_ONLY = {"--only": {"default": "*", "help": "strategies whose names match, as '*fsdp*'"}}
+CAPTURE = Study("capture", cases("about")["capture"], run_capture, _ONLY)

@@ -126,7 +126,8 @@ class JobOptions:
             if isinstance(found, ConfigJob) and found.read is not None:
                 assumed = ", ".join(f"{key} = {found.assumed[key]}" for key in _TOLD if key in found.assumed)
                 told = f"read as {' and '.join(found.formats)}; assumed {assumed or 'nothing important'}"
-                _tell(f"{', '.join(map(str, files))}: {told}; `stepsight job` lists all")
+                where = ", ".join(map(str, files))
+                typer.echo(printable(f"{where}: {told}; `stepsight job` lists all"), err=True)
         return [found.job if isinstance(found, ConfigJob) else found for _, found in read]
 
     def _read(self, paths: Sequence[Path], nodes: int | None) -> Job | ConfigJob:
@@ -143,7 +144,7 @@ class JobOptions:
             hardware, fabric = self.hardware or job.cluster.hardware, job.cluster.fabric
             if fabric and hardware != job.cluster.hardware and "cluster.fabric" not in given:
                 told = f"the usual fabric of {hardware} replaces the job's own; --set cluster.fabric=NAME states one"
-                _tell(f"{paths[0]}: {told}")
+                typer.echo(printable(f"{paths[0]}: {told}"), err=True)
                 fabric = ""
             cluster = replace(job.cluster, hardware=hardware, nodes=nodes or job.cluster.nodes, fabric=fabric)
             same = cluster.num_devices == job.cluster.num_devices
@@ -165,10 +166,6 @@ class MovedJobOptions(JobOptions):
 
     def read(self, path: Path | Sequence[Path], nodes: int | None = None) -> Job:
         return super().read(path, self.nodes)
-
-
-def _tell(text: str) -> None:
-    typer.echo(printable(text), err=True)
 
 
 def refuse_program(path: Path) -> None:

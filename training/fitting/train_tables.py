@@ -139,12 +139,20 @@ def train_tables(
     """
     paths, out = [Path(path) for path in tables], Path(out)
     uri, say = begin_training(out, tracking_uri, progress)
-    alike = _predictor_named(like) if like else ""
+    alike = recipe_for(canonical_hardware(like)) if like else ""
+    if like and not alike:
+        known = ", ".join(f"{own} ({recipe.hardware})" for own, recipe in RECIPES.items())
+        rule = f"--like must be a shipped predictor, or its hardware: {known}"
+        raise TableError(f"{rule}; got {canonical_hardware(like)!r:.80}")
     table, whole = _read(paths, alike, hardware=hardware, software=software, fabric=fabric)
     say(f"{whole.hardware.name}: {len(whole.ops)} ops, {len(whole.collectives)} collectives")
     used = whole.sample(samples, seed) if samples else whole
     with tracked(uri, f"train {whole.hardware.name}") as run:
-        held_out = _held_out(whole, used, alike, bool(samples), seed, say)
+        held_out: dict[str, Any] = {}
+        if not samples and len(whole.ops) + len(whole.collectives) >= FEWEST_TO_SPLIT:
+            kept, left = used.split(seed)
+            say(f"holding out {len(left.ops)} ops and {len(left.collectives)} collectives, by shape")
+            held_out = judge_own_table(fit_own_table(kept, alike, seed=seed, say=say), left)
         predictor = fit_own_table(used, alike, seed=seed, say=say)
         told = {"tables": [str(path.resolve()) for path in paths], "samples": samples, "seed": seed, "like": alike}
         told |= {"held_out": held_out, "mlflow_run_id": run.run_id, "mlflow_uri": uri, "warnings": few_rows(used)}
@@ -201,21 +209,9 @@ def few_rows(used: OwnTable) -> list[str]:
     """Warnings about families of which there are few rows."""
     counts = Counter([*used.labels(), *map(label_of, used.collectives.collectives)])
     few = [f"{name} ({count})" for name, count in sorted(counts.items()) if count < FEWEST_OF_FAMILY]
-    text = (
-        f"few rows teach {', '.join(few)}: other sizes follow hardware facts and other devices, and no error is known; "
-        f"measure at least {FEWEST_OF_FAMILY} sizes of each"
-    )
-    return [text] if few else []
-
-
-def _held_out(whole: OwnTable, used: OwnTable, like: str, sampled: bool, seed: int, say: Say) -> dict[str, Any]:
-    """Errors on held-out shapes; with samples, ``evaluate`` shows those of the saved predictor."""
-    if sampled or len(whole.ops) + len(whole.collectives) < FEWEST_TO_SPLIT:
-        return {}
-    kept, left = used.split(seed)
-    say(f"holding out {len(left.ops)} ops and {len(left.collectives)} collectives, by shape")
-    judged = fit_own_table(kept, like, seed=seed, say=say)
-    return judge_own_table(judged, left)
+    told = "other sizes follow hardware facts and other devices, and no error is known"
+    told += f"; measure at least {FEWEST_OF_FAMILY} sizes of each"
+    return [f"few rows teach {', '.join(few)}: {told}"] if few else []
 
 
 def _usual(*hardware: str) -> str:
@@ -224,15 +220,6 @@ def _usual(*hardware: str) -> str:
         with suppress(JobError):
             return usual_fabric(name)
     return ""
-
-
-def _predictor_named(name: str) -> str:
-    """The shipped predictor of that name, or for that hardware."""
-    name = canonical_hardware(name)
-    if own := recipe_for(name):
-        return own
-    known = ", ".join(f"{own} ({recipe.hardware})" for own, recipe in RECIPES.items())
-    raise TableError(f"--like must be a shipped predictor, or its hardware: {known}; got {name!r:.80}")
 
 
 def _manifest(table: Measurements, whole: OwnTable, used: OwnTable, software: str) -> dict[str, Any]:

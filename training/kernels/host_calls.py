@@ -15,11 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.base.bounded import read_toml
 from stepsight.dataset.base.files import OPTIONAL, UNSAVED, Saved
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Op
 from stepsight.features.node_features import op_terms
@@ -40,15 +42,9 @@ CALL_FEATURES = (
 FRESH_BYTES = 750_000
 _LANES = 16  # numbers of 4 bytes in the widest vector of a CPU; channels and columns are padded to it
 _ROWS = 4  # rows of a product that a kernel processes together
-SEVERAL = frozenset(
-    ("elementwise", "copy", "add", "reduce", "fill", "sort", "random", "pool", "pool_backward", "foreach", "dropout",
-     "batch_norm", "batch_norm_backward", "cast")
-)  # fmt: skip  # kinds that hold calls which differ
-_SAME = {  # one call by its name in traces, and by its name under autograd
-    "adaptive_avg_pool2d": "mean", "_adaptive_avg_pool2d": "mean", "batch_norm": "native_batch_norm",
-    "max_pool2d": "max_pool2d_with_indices", "max_pool3d": "max_pool3d_with_indices",
-    "native_dropout": "dropout",
-}  # fmt: skip
+_NAMES: dict[str, Any] = read_toml(Path(__file__).with_name("host_calls.toml"))
+SEVERAL = frozenset(_NAMES["several"])  # kinds which hold calls that differ
+_SAME: dict[str, str] = _NAMES["same"]  # one call by its name in traces, and by its name under autograd
 
 
 def call_label(call: str, op: Op) -> str:

@@ -127,9 +127,8 @@ def learn_host_calls(
     learned = replace(found, known=inside, alone=alone or {}, scale=scale, gaps_s=tuple(gaps), step_s=step_s)
     loops = {op: seconds for (_, op), seconds in inside.items() if op.kind == host_calls.FUSED}
     if loops:
-        learned = replace(
-            learned, loops=host_calls.fit_loops(host_calls.loop_terms(list(loops)), np.array(list(loops.values())))
-        )
+        terms = host_calls.loop_terms(list(loops))
+        learned = replace(learned, loops=host_calls.fit_loops(terms, np.array(list(loops.values()))))
     return replace(learned, contention=host_calls.Contention(learn_contention(together, learned)))
 
 

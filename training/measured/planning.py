@@ -79,10 +79,12 @@ def stand_in_of(job: Job, rank: int) -> dict[str, Any]:
     return {"rank": rank, "collectives": rows}
 
 
-def _event(world: int, ops: Sequence[Op], collectives: Sequence[Collective], seconds: float) -> dict[str, Any]:
+def event_row(
+    world: int, ops: Sequence[Op], collectives: Sequence[Collective], seconds: float, name: str = ""
+) -> dict[str, Any]:
     """Ops and collectives of a plan that so many ranks measure on their own."""
     rows = {"ops": [asdict(op) for op in ops], "collectives": [asdict(each) for each in collectives]}
-    return {"name": f"world{world}", "world_size": world, **rows, "seconds": seconds}
+    return {"name": name or f"world{world}", "world_size": world, **rows, "seconds": seconds}
 
 
 def make_plan(
@@ -111,7 +113,7 @@ def make_plan(
         own_collectives |= set() if job in stand_ins else collectives
     total = max(1, sum(len(ops) + len(collectives) for ops, collectives in works.values()))
     events = [
-        _event(world, sorted(ops, key=str), sorted(found, key=str), event_seconds * (len(ops) + len(found)) / total)
+        event_row(world, sorted(ops, key=str), sorted(found, key=str), event_seconds * (len(ops) + len(found)) / total)
         for world, (ops, found) in sorted(works.items())
     ]
     return _checked(planned, events, extra_seconds=extra_seconds)
@@ -252,7 +254,7 @@ def box_plan(
         own = {"name": name or run_name(held), "role": role, "job": held.to_dict(), "sleeps": sleeps_of(held, latency)}
         planned.append({**own, **counts})
     wanted = event_seconds > 0 and (collectives or ops)
-    events = [_event(box.num_ranks, ops, collectives, event_seconds)] if wanted else []
+    events = [event_row(box.num_ranks, ops, collectives, event_seconds)] if wanted else []
     return _checked(planned, events, device="cpu", box=box.to_dict())
 
 
