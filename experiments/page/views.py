@@ -104,10 +104,8 @@ def answer(facts: Facts, plan: Facts | None = None) -> str:
 def said(facts: Facts) -> str:
     """What the answer rests on, and its warnings."""
     share = facts["unsupported_share"]
-    outside = (
-        f"{100 * share:.0f} % of the time lies outside the measured range." if share else "All of it was measured."
-    )
-    rests = f"The answer comes from: {facts['source']}. {outside}"
+    outside = f"{100 * share:.0f} % of the time lies outside the measured range."
+    rests = f"The answer comes from: {facts['source']}. {outside if share else 'All of it was measured.'}"
     extrapolated = ["This prediction is extrapolated."] * (share > EXTRAPOLATED_SHARE)
     texts = filter(None, [*extrapolated, *facts["warnings"], facts["memory"]["reason"]])
     items = "".join(f"<li>{escape(text)}</li>" for text in facts["unsupported"])
@@ -143,9 +141,8 @@ def memory(facts: Facts) -> str:
     rows = [(f"stage {at}", {words(name): stage[name] / 1e9 for name in FIELDS if stage[name]})
             for at, stage in enumerate(stages)]  # fmt: skip
     limits = [stage.get("capacity_bytes", facts["memory"]["capacity_bytes"]) / 1e9 for stage in stages]
-    return (
-        f"<h3>Memory by stage</h3>{charts.stacks(rows, limits, 'GB')}<p>The red line is the capacity of a device.</p>"
-    )
+    drawn = charts.stacks(rows, limits, "GB")
+    return f"<h3>Memory by stage</h3>{drawn}<p>The red line is the capacity of a device.</p>"
 
 
 def memory_over_time(facts: Facts) -> str:

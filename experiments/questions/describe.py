@@ -148,9 +148,8 @@ def _runs_table(path: Path) -> dict[str, Any]:
         sizes = " to ".join(dict.fromkeys((gpus[0], gpus[-1])))
         cells.append([shorten(name, 50), len(some), sizes, *(shorten(", ".join(of), 50) for of in used.values())])
     text = table(["source", "rows", "gpus", *words], cells)
-    left = (
-        f", and {len(every) - len(rows)} rows with more or fewer cells than columns" if len(rows) < len(every) else ""
-    )
+    wrong = len(every) - len(rows)
+    left = f", and {wrong} rows with more or fewer cells than columns" if wrong else ""
     uses = "`stepsight evaluate` judges predictions on it, `stepsight calibrate` corrects a predictor with it"
     return {"runs": str(path), "sources": told, "text": f"table {path}: {len(rows)} runs{left}\n{text}\n{uses}"}
 

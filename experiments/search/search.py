@@ -155,9 +155,8 @@ def _search_sharding(job: Job, asked: _Asked) -> SearchResult:
     assert own.prediction is not None
     costs = sharding.PlacementCosts(job, own.prediction.latency)
     timeout_s = math.inf if settings.timeout_s is None else settings.timeout_s
-    found, judged = sharding.search_places(
-        costs, settings.trials or sharding.TRIALS, settings.seed, timeout_s, asked.on_trial
-    )
+    trials = settings.trials or sharding.TRIALS
+    found, judged = sharding.search_places(costs, trials, settings.seed, timeout_s, asked.on_trial)
     best = [places for places in found[: max(settings.top, sharding.FULL)] if costs.fits(costs.loads(places))]
     choices = [own, *(predicted(sharding.placed(job, places)) for places in best)]
     baselines = dict[str, float | None]()

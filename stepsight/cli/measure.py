@@ -60,7 +60,16 @@ def collect_command(
     from stepsight.experiments.tasks.collecting import collect_jobs, is_plan
 
     if ops is not None:
-        return _collect_ops(context, ops, predictor, out, settings)
+        from stepsight.dataset.capture.captured import read_captured
+        from stepsight.experiments.tasks.collecting import collect_ops
+
+        stated = {"jobs", "script", "box", "plan_only", *_OF_PLANS, *_OF_JOBS, "nproc_per_node", "timeout_s"}
+        refuse_given(context, sorted(stated - {"event_seconds"}), "is not for a captured program (--ops)")
+        need("torch")
+        if not settings.event_seconds:
+            raise StepsightError("--ops needs --event-seconds > 0, got 0")
+        summary = collect_ops(read_captured(ops), load_predictor(predictor), out, settings.event_seconds)
+        return Answer(summary, summary["text"])
     refuse_given(context, ("predictor",), "is for a captured program (--ops)")
     if script is not None:
         from stepsight.experiments.tasks.scripts import Script, collect_script, ranks_of
@@ -87,22 +96,6 @@ def collect_command(
     read = jobs if plan else overrides.read_all(jobs)
     summary = collect_jobs(read, out, settings, plan_only=plan_only, progress=True, box=held, reuse=reuse or ())
     return Answer(summary, summary["text"], "" if summary.get("rejected") else None)
-
-
-def _collect_ops(
-    context: typer.Context, ops: Path, predictor: Path | None, out: Path, settings: CollectSettings
-) -> Answer:
-    """Measure the calls of a captured program that a predictor lacks."""
-    from stepsight.dataset.capture.captured import read_captured
-    from stepsight.experiments.tasks.collecting import collect_ops
-
-    stated = {"jobs", "script", "box", "plan_only", *_OF_PLANS, *_OF_JOBS, "nproc_per_node", "timeout_s"}
-    refuse_given(context, sorted(stated - {"event_seconds"}), "is not for a captured program (--ops)")
-    need("torch")
-    if not settings.event_seconds:
-        raise StepsightError("--ops needs --event-seconds > 0, got 0")
-    summary = collect_ops(read_captured(ops), load_predictor(predictor), out, settings.event_seconds)
-    return Answer(summary, summary["text"])
 
 
 def plan_profile_command(

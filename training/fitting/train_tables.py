@@ -144,7 +144,13 @@ def train_tables(
         known = ", ".join(f"{own} ({recipe.hardware})" for own, recipe in RECIPES.items())
         rule = f"--like must be a shipped predictor, or its hardware: {known}"
         raise TableError(f"{rule}; got {canonical_hardware(like)!r:.80}")
-    table, whole = _read(paths, alike, hardware=hardware, software=software, fabric=fabric)
+    table = Measurements.concat(Measurements.from_parquet(path) for path in paths)
+    preset = RECIPES[alike].hardware if alike else ""
+    device = own_table.find_own_hardware(table, hardware, preset)
+    usual = fabric or _usual(hardware, device.name, preset)
+    single = len(set(table.device) - {""}) == 1  # whatever its rows call the only device
+    rows = replace(table, device=(device.name,) * len(table)) if single else table
+    whole = own_table.own_table(rows, device, software, usual)
     say(f"{whole.hardware.name}: {len(whole.ops)} ops, {len(whole.collectives)} collectives")
     used = whole.sample(samples, seed) if samples else whole
     with tracked(uri, f"train {whole.hardware.name}") as run:
@@ -161,19 +167,6 @@ def train_tables(
         run.finish(predictor, out, partial(_compared, predictor, whole))
     say(f"done: {out}")
     return Predictor.load(out)
-
-
-def _read(
-    paths: Sequence[Path], like: str, *, hardware: str, software: str, fabric: str
-) -> tuple[Measurements, OwnTable]:
-    """Read all rows of some files, and select those of the device; see ``train_tables``."""
-    table = Measurements.concat(Measurements.from_parquet(path) for path in paths)
-    preset = RECIPES[like].hardware if like else ""
-    device = own_table.find_own_hardware(table, hardware, preset)
-    usual = fabric or _usual(hardware, device.name, preset)
-    single = len(set(table.device) - {""}) == 1  # whatever its rows call the only device
-    own = replace(table, device=(device.name,) * len(table)) if single else table
-    return table, own_table.own_table(own, device, software, usual)
 
 
 def fit_own_table(
