@@ -93,16 +93,13 @@ def with_tensor_edges(graph: Program, events: RankEvents, parent: Ints, path: Pa
     known = {name for name in called if "::" in name and not name.startswith(_OURS)}
     shared = len(names & known) / max(len(known), 1)
     if not rows or shared < _LEAST_FOUND:
-        raise TraceError(
-            f"an execution trace must be of the same run as the profile: it has {100 * shared:.0f} % of the profile's "
-            f"calls by name, and {len(rows)} calls in the same place: {path}"
-        )
+        told = f"it has {100 * shared:.0f} % of the profile's calls by name, and {len(rows)} calls in the same place"
+        raise TraceError(f"an execution trace must be of the same run as the profile: {told}: {path}")
     joined = len({id(call) for _, call, _ in rows})
     if joined < _LEAST_FOUND * len(calls):
-        told = (
-            f"the execution trace has no record ids of the profile, and {joined} of its {len(calls)} calls are in the "
-            "same place: it may be of another run, and data dependencies are few"
-        )
+        some = f"{joined} of its {len(calls)} calls are in the same place"
+        told = f"the execution trace has no record ids of the profile, and {some}: it may be of another run"
+        told += ", and data dependencies are few"
         graph = graph.replace(warnings=(*graph.warnings, told))
     calls_of = np.maximum(graph.columns["call"], _calls_of_collectives(graph, events))
     nodes = np.flatnonzero((calls_of >= 0) & (graph.columns["kind"] != HOST))

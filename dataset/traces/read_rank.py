@@ -122,10 +122,9 @@ def _check_launches(events: RankEvents, tree: CallTree, rows: Ints) -> list[str]
         found.append(f"correlation ids repeat: {shared} of {len(known)} kernels share the launches of others")
     alone = int((tree.owner[known] < 0).sum())
     if len(events.ops) and alone > _TIED_SHARE * len(known):
-        found.append(
-            f"no framework call encloses the launches of {alone} of {len(known)} kernels: their kinds come from their "
-            "names (another library launched them, or the clocks of calls and launches differ)"
-        )
+        why = "another library launched them, or the clocks of calls and launches differ"
+        told = f"no framework call encloses the launches of {alone} of {len(known)} kernels"
+        found.append(f"{told}: their kinds come from their names ({why})")
     return found
 
 

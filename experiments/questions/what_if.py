@@ -102,10 +102,9 @@ def what_if_text(told: dict[str, Any]) -> str:
         f"{told['scaled_percent']:.1f} % of device time",
     ]
     if max(told["host_percent"], told["changed_host_percent"]) >= 1.0:
-        lines.append(
-            f"the host's share of the critical path: {told['host_percent']:.0f} % before the changes, "
-            f"{told['changed_host_percent']:.0f} % after them"
-        )
+        before, after = told["host_percent"], told["changed_host_percent"]
+        shares = f"{before:.0f} % before the changes, {after:.0f} % after them"
+        lines.append(f"the host's share of the critical path: {shares}")
     if told["host_saves_percent"] > 100 * LEAST_SHARE:
         lines.append(f"free launches (--cuda-graph) would save a further {told['host_saves_percent']:.1f} %")
     if told["traced_on"]:

@@ -227,23 +227,6 @@ def judge(task: Task, seeds: int, folds: int, teach: int = 0) -> Row:
                     for run, seconds in zip(split.runs, times.tolist(), strict=True):
                         error = abs(np.log(seconds / run.manifest.iteration_time_s))
                         own.iterations[seed, place[run.name]] = error
-    return _outcome(task, errors)
-
-
-def _folds(task: Task, count: int, seed: int, teach: int) -> list[frozenset[str]]:
-    """Runs that are held out together."""
-    groups = sorted(task.names)
-    if task.is_fixed:
-        return [frozenset(groups)]
-    if len(groups) < max(2, teach + 1):
-        raise TraceError(f"task {task.name} needs at least {max(2, teach + 1)} groups, got {len(groups)}: collect more")
-    order = np.random.default_rng(seed).permutation(groups).tolist()
-    if teach:
-        return [frozenset(order[teach:])]
-    return [frozenset(order[part::count]) for part in range(min(count, len(order)))]
-
-
-def _outcome(task: Task, errors: Mapping[str, _Errors]) -> Row:
     scores = {model: _scores(own, errors["none"]) for model, own in errors.items()}
     in_order = sorted(range(len(task.names)), key=task.names.__getitem__)
     judged = [place for place in in_order if np.isfinite(scores["none"][:, place]).any()]
@@ -264,6 +247,19 @@ def _outcome(task: Task, errors: Mapping[str, _Errors]) -> Row:
     ]
     told = {"task": task.name, "about": task.about, "runs": len(task.names), "groups": len(judged)}
     return {**told, "reference": AUTO, "rows": rows}
+
+
+def _folds(task: Task, count: int, seed: int, teach: int) -> list[frozenset[str]]:
+    """Runs that are held out together."""
+    groups = sorted(task.names)
+    if task.is_fixed:
+        return [frozenset(groups)]
+    if len(groups) < max(2, teach + 1):
+        raise TraceError(f"task {task.name} needs at least {max(2, teach + 1)} groups, got {len(groups)}: collect more")
+    order = np.random.default_rng(seed).permutation(groups).tolist()
+    if teach:
+        return [frozenset(order[teach:])]
+    return [frozenset(order[part::count]) for part in range(min(count, len(order)))]
 
 
 def _scores(own: _Errors, alone: _Errors) -> Array:

@@ -98,10 +98,8 @@ def run_study(out: Path, **planned: Any) -> Row:
             say(f"{name}: learning from training runs and ops")
             figures["variants"][name] = _variant(out, name, folders[OPS], folders[name])
         if not figures["variants"]:
-            raise CollectError(
-                f"a study needs runs, got none in {out / COLLECTIONS}: there is no GPU here; measure where there is "
-                f"one ({_HARNESS}, for {', '.join(folders)}), and bring the folder back"
-            )
+            how = f"measure where there is one ({_HARNESS}, for {', '.join(folders)}), and bring the folder back"
+            raise CollectError(f"a study needs runs, got none in {out / COLLECTIONS}: there is no GPU here; {how}")
         figures["seconds"] = time.monotonic() - started
         made = [f"{name}: {out / f'predictor-{name}'}" for name in figures["variants"]]
         figures["text"] = "\n".join([study_text(figures), *made])

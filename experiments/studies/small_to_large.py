@@ -136,9 +136,7 @@ def box_cases() -> list[BoxCase]:
     return sorted(by_name.values(), key=lambda one: (one.job.cluster.num_devices, one.box.name, one.name))
 
 
-def profiled_boxes() -> list[Box]:
-    """Boxes in which collectives are measured alone."""
-    return [read_box(text) for text in cases("box")["profiled"]]
+PROFILED = [read_box(text) for text in cases("box")["profiled"]]  # boxes in which collectives are measured alone
 
 
 def collectives_of(box: Box) -> list[Collective]:
@@ -163,7 +161,7 @@ def measure_cases(cases: Sequence[BoxCase], out: Path) -> list[str]:
     rejected, boxes = [], dict[Box, list[BoxCase]]()
     # The work that a box's ranks really compute: copies and sums of gradients.
     ops = [Op(kind, (2**power,), "fp32") for kind in ("add", "copy", "elementwise") for power in (10, 16, 18, 20, 21)]
-    for box in profiled_boxes():
+    for box in PROFILED:
         plan = box_plan(box, [], sleeping(box), collectives=collectives_of(box), ops=ops, event_seconds=EVENT_SECONDS)
         run_plan(plan, out / PROFILE / f"events-{box.name.replace('@', '-')}", progress=True)
     for found in cases:

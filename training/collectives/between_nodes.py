@@ -164,10 +164,9 @@ class BetweenNodes(Saved):
         for kind, residual in self.residuals.items():
             off = residual.logs
             if off.shape != KNOTS.shape or not (np.abs(off) <= MOST).all() or not 0 <= residual.strength <= 1:
-                raise ValueError(
-                    f"the correction of {kind} must be {len(KNOTS)} numbers within -{MOST:g} and {MOST:g}, of a kind "
-                    f"with a measured range, and its strength from 0 to 1, got {off.tolist()!s:.80}"
-                )
+                rule = f"{len(KNOTS)} numbers within -{MOST:g} and {MOST:g}, of a kind with a measured range"
+                got = f"and its strength from 0 to 1, got {off.tolist()!s:.80}"
+                raise ValueError(f"the correction of {kind} must be {rule}, {got}")
         for kind, (low, high) in self.support.items():
             if low.shape != (AXES,) or high.shape != (AXES,) or not (low <= high).all():
                 raise ValueError(f"the measured range of {kind} must be two lists of {AXES} numbers, lowest first")
@@ -368,14 +367,10 @@ def link_doubts(collectives: Sequence[Collective], fabric: Fabric, seconds: Arra
                 "NET/Socket), is GPUDirect RDMA off, or is the bandwidth that of a node? State what the links reach"
             )
         elif scale < FASTER:
-            found.append(
-                f"the links between nodes are {1 / scale:.1f} times faster than stated ({stated:g} GB/s per device): "
-                "is the bandwidth that of fewer adapters than a node has?"
-            )
+            told = f"the links between nodes are {1 / scale:.1f} times faster than stated ({stated:g} GB/s per device)"
+            found.append(f"{told}: is the bandwidth that of fewer adapters than a node has?")
     later = float(np.median(measured[short] / parts[short].sum(axis=1))) if short.sum() >= FEWEST else 1.0
     if later > LATER:
-        found.append(
-            f"short messages between nodes take {later:.0f} times longer than the stated latency implies "
-            f"({1e6 * link.latency_s:g} us): does NCCL use the sockets transport?"
-        )
+        told = f"short messages between nodes take {later:.0f} times longer than the stated latency implies"
+        found.append(f"{told} ({1e6 * link.latency_s:g} us): does NCCL use the sockets transport?")
     return tuple(found)

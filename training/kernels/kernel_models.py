@@ -218,11 +218,9 @@ class KernelModel(Saved):
         """Check that ops were measured with some software.  Raises ``PredictorError`` if none of them were."""
         known = sorted({name for names in self.software.values() for name in names})
         if software and not any(software.lower() in name.lower() for name in known):
-            raise PredictorError(
-                f"execution.kernels must be a part of the name of software that this predictor knows "
-                f"({', '.join(known) or 'it knows one alone'}), got {software!r:.80}; model.attention_kernels chooses "
-                "attention kernels"
-            )
+            told = f"({', '.join(known) or 'it knows one alone'}), got {software!r:.80}"
+            rule = "execution.kernels must be a part of the name of software that this predictor knows"
+            raise PredictorError(f"{rule} {told}; model.attention_kernels chooses attention kernels")
 
     def _by_regressor(self, ops: Sequence[Op], busy: int, variants: NDArray[np.int64]) -> Array:
         traced = [self._traced(op, number) for op, number in zip(ops, variants.tolist(), strict=True)]

@@ -219,10 +219,9 @@ def read_imported_segments(folders: Iterable[Path], hardware: str = "") -> list[
 def check_device(told: str, hardware: str, where: Path, differs: bool = False) -> None:
     """Refuse a measured device that is not the hardware to learn; ``differs``: it is known to be another one."""
     if hardware and (differs or is_other_device(told, hardware)):
-        raise TraceError(
-            f"every run must be on the predictor's hardware: the device must be {hardware!r:.80}, got "
-            f"{told or 'a GPU without a name'!r:.80} in {where}; `train --hardware` names the measured device"
-        )
+        got = f"{told or 'a GPU without a name'!r:.80} in {where}; `train --hardware` names the measured device"
+        rule = f"every run must be on the predictor's hardware: the device must be {hardware!r:.80}"
+        raise TraceError(f"{rule}, got {got}")
 
 
 def imported_times(runs: Iterable[ImportedSegments]) -> dict[Op | Collective, list[float]]:

@@ -158,11 +158,9 @@ def _add(file: EventFile, profile: Profile) -> None:
         else:
             links = file.box.links if file.box else profile.fabric
             if links is None:
-                raise TraceError(
-                    f"{file.path}: the fabric on which its collectives were measured must be known, got hardware "
-                    "without a usual fabric, and no single fabric in the jobs of the runs: state [cluster] fabric in "
-                    "these jobs"
-                )
+                got = "got hardware without a usual fabric, and no single fabric in the jobs of the runs"
+                rule = f"{file.path}: the fabric on which its collectives were measured must be known, {got}"
+                raise TraceError(f"{rule}: state [cluster] fabric in these jobs")
             profile.add_collective(work, links, seconds)
     facts = dict(file.hardware)
     shares = [table["memory_bytes"] for table in (profile.facts, facts) if "memory_bytes" in table]

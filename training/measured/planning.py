@@ -197,10 +197,9 @@ def sleeps_of(job: Job, latency: LatencyModel) -> dict[str, Any]:
         total = sum(item[4] for step in block for key in ("forward", "backward", "weight") for item in step[key]
                     if item[0] == "op")  # fmt: skip
         if number not in root and total < SHORTEST_BLOCK_S:
-            raise CollectError(
-                f"in a box a layer must sleep at least {1e3 * SHORTEST_BLOCK_S:.0f} ms forward and backward, "
-                f"got {1e3 * total:.1f} ms for {job.name}: a larger model or micro-batch takes longer"
-            )
+            rule = f"in a box a layer must sleep at least {1e3 * SHORTEST_BLOCK_S:.0f} ms forward and backward"
+            got = f"got {1e3 * total:.1f} ms for {job.name}"
+            raise CollectError(f"{rule}, {got}: a larger model or micro-batch takes longer")
     return {
         "parts": parts,
         "blocks": made,

@@ -16,6 +16,7 @@ from stepsight.dataset.runs.run_manifest import read_box
 from stepsight.experiments.studies import small_to_large
 from stepsight.experiments.studies.small_to_large import (
     MODELS,
+    PROFILED,
     Silent,
     box_cases,
     by_facts,
@@ -23,7 +24,6 @@ from stepsight.experiments.studies.small_to_large import (
     collectives_of,
     formula,
     parallel_specs,
-    profiled_boxes,
     sleeping,
     strategy_name,
     training_folders,
@@ -134,8 +134,8 @@ def test_what_judges_lives_apart(tmp_path: Path) -> None:
     for found in box_cases():
         assert (found.folder(tmp_path).parent.name == "judge") == (found.job.cluster.num_devices > 4)
         assert "/" not in found.file_name
-    assert max(box.num_ranks for box in profiled_boxes()) == 4
-    assert all(work.group_size <= 4 for box in profiled_boxes() for work in collectives_of(box))
+    assert max(box.num_ranks for box in PROFILED) == 4
+    assert all(work.group_size <= 4 for box in PROFILED for work in collectives_of(box))
 
 
 def test_a_larger_box_among_those_that_train_is_refused(tmp_path: Path) -> None:
