@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stepsight.dataset.base.caching import cached
 from stepsight.dataset.graph.columns import Flags
 from stepsight.dataset.graph.rank_trace import Placement, Rendezvous
 from stepsight.dataset.kinds import nccl_names
@@ -70,7 +71,6 @@ class KernelKinds:
         self._calls: dict[int, tuple[int, Op | None]] = {}
         self._scopes: dict[int, Scope] = {}
         self._forward_dims: dict[int, tuple[int, ...]] = {}
-        self._by_name: dict[str, Op | None] = {}
         self._by_signature: dict[int, Op | None] = {}  # of calls that are the same in every scope
 
     def find(self, launch: Launch, owner: int, num_bytes: int) -> tuple[Op, int, bool]:
@@ -85,7 +85,9 @@ class KernelKinds:
                 return intern_op(kind, (max(num_bytes, 0) // 4,), "fp32"), call, True
         if op is not None and not launch.name.startswith("triton_"):
             return op, call, True
-        named = self._of_name(launch)
+        named = _op_named(launch.name)
+        if named is not None and len(named.dims) == 1:  # one element per thread is the best guess
+            named = intern_op(named.kind, (launch.blocks * launch.threads,), named.dtype)
         if named is not None:
             if op is None and owner >= 0 and named.kind == "elementwise":
                 named = classify.classify_unknown(self._events.arguments(self._signature[owner])) or named
@@ -129,21 +131,17 @@ class KernelKinds:
         self._dtype = op.dtype if op is not None else self._dtype
         return op
 
-    def _of_name(self, launch: Launch) -> Op | None:
-        name = launch.name
-        if name not in self._by_name:
-            kind = named_kind(name)
-            dims = (0,) * len(OP_KINDS[kind].dim_names) if kind else ()
-            self._by_name[name] = intern_op(kind, dims, _dtype(name)) if kind else None
-        op = self._by_name[name]
-        if op is not None and len(op.dims) == 1:  # one element per thread is the best guess
-            return intern_op(op.kind, (launch.blocks * launch.threads,), op.dtype)
-        return op
-
 
 def named_kind(name: str) -> str | None:
     """Kind of ops in the name of a kernel or call, None if there is none."""
     return _meaning("kernels", name)
+
+
+@cached(16384)
+def _op_named(name: str) -> Op | None:
+    """The op in the name of a kernel, without its sizes; None if there is none."""
+    kind = named_kind(name)
+    return intern_op(kind, (0,) * len(OP_KINDS[kind].dim_names), _dtype(name)) if kind else None
 
 
 def _meaning(table: str, name: str) -> str | None:

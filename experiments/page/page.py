@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 PAUSE_S = 0.3  # without a change, before what takes longer is computed
 MOST_PINS = 8
 _START = read_toml(Path(__file__).with_name("start.toml"))  # where the user names no job
+_LINK = "Link to this job; it opens while this page runs on this machine. To send a job, save it as a file"
 _NOT_PINNED = "<p>Pin an answer, then change the job.</p>"
 _SECTIONS = ("Time", "Timeline", "Sensitivity", "Compare", "Search", "Traces", "Share")
 
@@ -75,7 +76,11 @@ class Desk:
                 self._add_answer()
                 self.search = SearchSection(space.predictor, lambda: (self.prediction.job, self.goal), self.take)
                 self.traces = TraceSection()
-                self._add_share()
+                with section("Share"):
+                    button("Save all as one file", "export", self._export)
+                    save = lambda: ui.download.content(job_toml(self.prediction.job), "job.toml")
+                    button("Save the job as a file", "save-job", save)
+                    self._link = text_input("link", _LINK, readonly="readonly")
         self._show(self.prediction, rebuild=True)
         for found in space.opened:
             if not isinstance(found, Job):
@@ -116,14 +121,6 @@ class Desk:
                 button("Pin this answer", "pin", lambda: self._pin([*self.pins, self.prediction][:MOST_PINS]))
                 button("Remove the pins", "unpin", lambda: self._pin([]))
             self._compared = html(_NOT_PINNED).props("data-testid=comparison")
-
-    def _add_share(self) -> None:
-        with section("Share"):
-            button("Save all as one file", "export", self._export)
-            save = lambda: ui.download.content(job_toml(self.prediction.job), "job.toml")
-            button("Save the job as a file", "save-job", save)
-            label = "Link to this job; it opens while this page runs on this machine. To send a job, save it as a file"
-            self._link = text_input("link", label, readonly="readonly")
 
     def _set_theme(self, dark: bool | None) -> None:
         self._theme.value, name = dark, {None: "", True: "dark", False: "light"}[dark]

@@ -174,22 +174,23 @@ def _run_row(manifest: RunManifest) -> dict[str, Any]:
     """One line about a run: median of the unprofiled steps and the spread of the rounds' medians."""
     row: dict[str, Any] = {"name": manifest.name, "role": manifest.role, "ranks": manifest.world_size}
     row |= {} if manifest.stand_in is None else {"stand_in": manifest.stand_in}
-    return {**row, **({"compiled": True} if manifest.compiled else {}), **_step_times(manifest.rounds)}
+    return {**row, **({"compiled": True} if manifest.compiled else {}), **step_times(manifest.rounds)}
 
 
 def _imported_row(run: ImportedRun) -> dict[str, Any]:
     """An imported run: with its timed steps if it has any, as a script has, else with its traced ones."""
     row = {"name": run.name, "imported": True, "role": run.role, "ranks": len(run.ranks), "hardware": run.hardware}
     if run.rounds:
-        return {**row, **_step_times(run.rounds)}
+        return {**row, **step_times(run.rounds)}
     longest = list(map(max, zip(*(read_steps(run.folder, stem) for stem in run.ranks.values()), strict=False)))
     return {**row, "traced_steps": len(longest), "traced_s": statistics.median(longest)} if longest else row
 
 
-def _step_times(rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
+def step_times(rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Number of the timed steps, their median, and the spread of the medians of rounds."""
     seconds, medians = [each for steps in rounds for each in steps], [*map(statistics.median, rounds)]
     whole = statistics.median(seconds)
-    spread = 100 * (max(medians) - min(medians)) / whole
+    spread = 100 * (max(medians) - min(medians)) / whole if whole else 0.0
     return {"steps": len(seconds), "measured_s": whole, "spread_percent": spread}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import statistics
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,7 @@ from stepsight.dataset.kinds import COLLECTIVE_KINDS
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.runs.run_folder import read_imported, write_imported
 from stepsight.dataset.traces.import_traces import Imported, import_ranks
-from stepsight.experiments.reports.run_texts import describe_collection
+from stepsight.experiments.reports.run_texts import describe_collection, step_times
 from stepsight.experiments.reports.text_table import Number, table_of
 from stepsight.experiments.tasks.collecting import available_ranks, run_plan
 from stepsight.experiments.tasks.settings import Emulation
@@ -62,7 +61,7 @@ def emulate(
             raise CollectError(words + (f"; the end of its output: {output}" if output else "")) from None
     rounds = slowest_of(found)
     seconds = [each for steps in rounds for each in steps]
-    medians, whole = [statistics.median(steps) for steps in rounds], statistics.median(seconds)
+    times = step_times(rounds)
     measured = list[dict[str, Any]]()
     for rank, own in zip(world.ranks, found, strict=True):
         collectives = [
@@ -76,8 +75,8 @@ def emulate(
         "ranks": measured,
         "clock": "virtual" if world.virtual else "real",
         "steps_by": found[0]["steps_by"],
-        "iteration_s": whole,
-        "spread_percent": 100 * (max(medians) - min(medians)) / whole if whole else 0.0,
+        "iteration_s": times["measured_s"],
+        "spread_percent": times["spread_percent"],
         "rounds": rounds,
         "step_seconds": seconds,
         "collectives": measured[0]["collectives"],
@@ -90,7 +89,7 @@ def emulate(
     numbers = ", ".join(map(str, world.ranks))
     text = (
         f"rank {numbers} of {world.world_size}, {told['clock']} clock, steps by {told['steps_by']}\n"
-        f"iteration {1e3 * whole:.2f} ms, spread {told['spread_percent']:.1f} % over rounds\n"
+        f"iteration {1e3 * told['iteration_s']:.2f} ms, spread {told['spread_percent']:.1f} % over rounds\n"
         + (table_of(told["collectives"], columns, 3) if told["collectives"] else "no collectives")
     )
     return {**told, "text": text}

@@ -89,8 +89,7 @@ app.command(
 
 _CONTINUE = "are kept; run the same command again to continue"
 _LEAVES = {  # what an interrupted verb leaves
-    "verify": f": completed runs {_CONTINUE}",
-    "collect": f": completed runs {_CONTINUE}",
+    **dict.fromkeys(("verify", "collect"), f": completed runs {_CONTINUE}"),
     "demo": f": measurements {_CONTINUE}",
     "train": ": no predictor was written",
     "search": ": with --storage and --study, run the same command again to continue",

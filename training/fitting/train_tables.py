@@ -139,18 +139,7 @@ def train_tables(
     """
     paths, out = [Path(path) for path in tables], Path(out)
     uri, say = begin_training(out, tracking_uri, progress)
-    alike = recipe_for(canonical_hardware(like)) if like else ""
-    if like and not alike:
-        known = ", ".join(f"{own} ({recipe.hardware})" for own, recipe in RECIPES.items())
-        rule = f"--like must be a shipped predictor, or its hardware: {known}"
-        raise TableError(f"{rule}; got {canonical_hardware(like)!r:.80}")
-    table = Measurements.concat(Measurements.from_parquet(path) for path in paths)
-    preset = RECIPES[alike].hardware if alike else ""
-    device = own_table.find_own_hardware(table, hardware, preset)
-    usual = fabric or _usual(hardware, device.name, preset)
-    single = len(set(table.device) - {""}) == 1  # whatever its rows call the only device
-    rows = replace(table, device=(device.name,) * len(table)) if single else table
-    whole = own_table.own_table(rows, device, software, usual)
+    table, whole, alike = _read(paths, like, hardware=hardware, software=software, fabric=fabric)
     say(f"{whole.hardware.name}: {len(whole.ops)} ops, {len(whole.collectives)} collectives")
     used = whole.sample(samples, seed) if samples else whole
     with tracked(uri, f"train {whole.hardware.name}") as run:
@@ -167,6 +156,24 @@ def train_tables(
         run.finish(predictor, out, partial(_compared, predictor, whole))
     say(f"done: {out}")
     return Predictor.load(out)
+
+
+def _read(
+    paths: Sequence[Path], like: str, *, hardware: str, software: str, fabric: str
+) -> tuple[Measurements, OwnTable, str]:
+    """Read all rows of some files, select those of the device, and name the shipped predictor that is ``like`` it."""
+    alike = recipe_for(canonical_hardware(like)) if like else ""
+    if like and not alike:
+        known = ", ".join(f"{own} ({recipe.hardware})" for own, recipe in RECIPES.items())
+        rule = f"--like must be a shipped predictor, or its hardware: {known}"
+        raise TableError(f"{rule}; got {canonical_hardware(like)!r:.80}")
+    table = Measurements.concat(Measurements.from_parquet(path) for path in paths)
+    preset = RECIPES[alike].hardware if alike else ""
+    device = own_table.find_own_hardware(table, hardware, preset)
+    usual = fabric or _usual(hardware, device.name, preset)
+    single = len(set(table.device) - {""}) == 1  # whatever its rows call the only device
+    own = replace(table, device=(device.name,) * len(table)) if single else table
+    return table, own_table.own_table(own, device, software, usual), alike
 
 
 def fit_own_table(
