@@ -194,15 +194,10 @@ def capture_command(
         predictor: Of the same: folder of a trained predictor or name of a shipped one.
     """
     from stepsight.dataset.capture.captured import write_captured
-    from stepsight.dataset.tensors.program import is_model
     from stepsight.experiments.reports.run_texts import capture_text
     from stepsight.training.prediction.captured_prediction import captured_latency
 
-    if is_model(script):
-        theirs = ("rank", "ranks", "warm_up", "device", "timeout")
-        refuse_given(context, theirs, "is for scripts: a model is read, and not run. Leave it out")
-    if not hardware:
-        refuse_given(context, ("fabric", "predictor"), "is for several world sizes, which are compared on --hardware")
+    _refuse_unused(context, script, hardware)
     if rank is not None and ranks != "auto":
         raise StepsightError(f"--rank and --ranks exclude each other, got {rank} and {ranks!r:.80}")
     run = {"local_size": devices_per_node, "warm_up": warm_up, "device": device, "timeout_s": timeout}
@@ -219,6 +214,17 @@ def capture_command(
         return _scaling(captures, out, (hardware, fabric), learned)
     told = captures[0].to_dict() | {"out": str(out)}
     return Answer(told, capture_text(told))
+
+
+def _refuse_unused(context: typer.Context, script: Path, hardware: str) -> None:
+    """Refuse options that this capture does not use."""
+    from stepsight.dataset.tensors.program import is_model
+
+    if is_model(script):
+        theirs = ("rank", "ranks", "warm_up", "device", "timeout")
+        refuse_given(context, theirs, "is for scripts: a model is read, and not run. Leave it out")
+    if not hardware:
+        refuse_given(context, ("fabric", "predictor"), "is for several world sizes, which are compared on --hardware")
 
 
 def _folders(world_size: str, hardware: str, out: Path) -> dict[int, Path]:
