@@ -155,17 +155,7 @@ def evaluate_command(
 
     if runs.suffix == ".parquet" or runs.is_dir():
         refuse_given(context, ("calibrate", "plot", "rows", "groups", "baseline"), _NOT_FOR_TABLES)
-        from stepsight.dataset.hardware.hardware import find_fabric
-        from stepsight.dataset.tables import Measurements
-        from stepsight.experiments.evaluation.table_errors import judge_collection, judge_table, table_errors_text
-
-        if runs.is_dir():
-            told = judge_collection(runs, source.load())
-            return Answer(told, told["text"])
-        links, judges = None if fabric is None else find_fabric(fabric), predictor_by_hardware(source.load())
-        table, on_row = Measurements.from_parquet(runs), progress("rows predicted")
-        judged = judge_table(table, judges, links, on_row, software=software)
-        return Answer(judged.to_dict(), table_errors_text(judged))
+        return _judge_measurements(runs, source.load(), fabric, software)
     refuse_given(context, ("fabric", "software"), _NOT_FOR_RUNS)
     from stepsight.experiments.calibration.calibrate_runs import FITTED_ON, SPLITS, calibrate_small, read_most_gpus
     from stepsight.experiments.evaluation.baselines import baseline_figures, baselines_text, read_baselines
@@ -188,6 +178,21 @@ def evaluate_command(
         value["baselines"] = baseline_figures(result.scored, judges, names)
         text += f"\n\n{baselines_text(value['baselines'])}"
     return Answer(value, text)
+
+
+def _judge_measurements(path: Path, predictor: Predictor | str | None, fabric: str | None, software: str) -> Answer:
+    """Errors on a table of ops and collectives, or on a collection."""
+    from stepsight.dataset.hardware.hardware import find_fabric
+    from stepsight.dataset.tables import Measurements
+    from stepsight.experiments.evaluation.error_metrics import predictor_by_hardware
+    from stepsight.experiments.evaluation.table_errors import judge_collection, judge_table, table_errors_text
+
+    if path.is_dir():
+        told = judge_collection(path, predictor)
+        return Answer(told, told["text"])
+    links, judges = None if fabric is None else find_fabric(fabric), predictor_by_hardware(predictor)
+    judged = judge_table(Measurements.from_parquet(path), judges, links, progress("rows predicted"), software=software)
+    return Answer(judged.to_dict(), table_errors_text(judged))
 
 
 def _to_correct(named: Path, runs: Path) -> Predictor:
