@@ -92,6 +92,11 @@ class ModelSpec:
         bottom_mlp, top_mlp: Output sizes of the layers of both MLPs of ``dlrm``.
         interaction: Of ``dlrm``: ``dot`` (products of all pairs of vectors) or ``dcn-v2`` (cross layers of low rank).
         cross_layers, cross_rank: Number of cross layers, and their rank.
+        lora_rank: Rank of LoRA's adapters, which are then all that is trained; 0: the whole model is trained.
+        lora_targets: Linears that have an adapter: ``qkv``, ``proj`` (after attention), ``fc1`` and ``fc2`` (of MLPs;
+            a gate and what it gates have one adapter), as Megatron names them; or ``q``, ``k``, ``v``, ``gate`` and
+            ``up``, which have one each, as Hugging Face does.
+        lora_dropout: Dropout probability of the adapters' input.
     """
 
     name: str = ""
@@ -142,6 +147,9 @@ class ModelSpec:
     interaction: str = field(default="", repr=False)
     cross_layers: int = field(default=3, repr=False)
     cross_rank: int = field(default=512, repr=False)
+    lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ()
+    lora_dropout: float = 0.0
 
     @property
     def head_size(self) -> int:

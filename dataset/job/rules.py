@@ -83,7 +83,7 @@ def broken_rules(job: JobTables) -> Rules:
     rules = Rules()
     _sizes(rules, job)
     _choices(rules, job)
-    for check in () if rules else (_elements, _degrees, _model, _lengths, _attention, _experts, _tables):
+    for check in () if rules else (_elements, _degrees, _model, _lengths, _attention, _experts, _adapters, _tables):
         check(rules, job)
     for check in () if rules else (_pipeline, _cluster):
         check(rules, job)
@@ -259,6 +259,24 @@ def _experts(rules: Rules, job: JobTables) -> None:
         rows = job.batch.micro_batch * m.seq_len // p.cp
         rules.divides(p.tp, "parallel.tp", rows, f"micro_batch * seq_len{' / cp' if p.cp > 1 else ''}")
     rules.require(m.imbalance >= 1, f"model.imbalance must be >= 1 (busiest rank over the mean), got {m.imbalance}")
+
+
+def _adapters(rules: Rules, job: JobTables) -> None:
+    m, targets = job.model, {*job.model.lora_targets}
+    rules.require(0 <= m.lora_dropout < 1, f"model.lora_dropout must lie in [0, 1), got {m.lora_dropout}")
+    rules.require(
+        (m.lora_rank > 0) == bool(targets) and (m.lora_rank > 0 or not m.lora_dropout),
+        f"adapters have model.lora_rank > 0 and lora_targets, got {m.lora_rank} and {list(m.lora_targets)}",
+    )
+    rules.require(not m.lora_rank or m.family != "dlrm", "model.lora_rank is for transformers, got family 'dlrm'")
+    rules.divides(job.parallel.tp, "parallel.tp", m.lora_rank, "model.lora_rank")
+    missing = {"qkv", "q", "k", "v"} if m.attention == "mla" else set[str]()
+    missing |= {"fc1", "fc2", "gate", "up"} if m.experts else set() if m.gated_mlp else {"gate", "up"}
+    for target in sorted(targets):
+        words = "with attention 'mla', experts or an MLP without a gate"
+        rules.require(target not in missing, f"model.lora_targets: there is no linear {target!r} {words}")
+        parts = sorted(targets.intersection(specs.LORA_TARGETS[target]))
+        rules.require(not parts, f"model.lora_targets must name {target!r} or its parts, got both it and {parts}")
 
 
 def _pipeline(rules: Rules, job: JobTables) -> None:

@@ -130,6 +130,10 @@ FAMILIES: Registry[Any] = Registry(
     "model family", dict.fromkeys(("gpt", "llama", "bert", "t5", "vit", "dlrm")), group="stepsight.families"
 )
 RECOMPUTE = ("none", "selective", "full")
+# Linears that may have an adapter, and what each holds whose parts have adapters of their own.
+LORA_TARGETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"qkv": ("q", "k", "v"), "fc1": ("gate", "up"), **dict.fromkeys(("proj", "fc2", "q", "k", "v", "gate", "up"), ())}
+)
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "moe_act", "mla_up_proj", "mlp", "shared_experts", "moe")
 DISPATCHERS = ("alltoall", "deepep", "hybridep")
 # With main parameters, moments and the loss in fp32.  ``tf32``: all is fp32, and products round their operands.
@@ -152,6 +156,7 @@ CHOICES: Mapping[str, Collection[Any]] = MappingProxyType(
         "model.family": FAMILIES,
         "model.attention": ("mha", "mla"),
         "model.interaction": ("", "dot", "dcn-v2"),
+        "model.lora_targets": tuple(LORA_TARGETS),
         "sharding.rule": RULES,
         "sharding.location": LOCATIONS,
         "sharding.optimizer": SPARSE_OPTIMIZERS,

@@ -23,7 +23,7 @@ from stepsight.dataset.job.execution import semantics_of
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.experiments.search.strategies import Block, Grid
-from stepsight.simulator.blocks.family import find_family
+from stepsight.simulator.blocks.family import layer_kinds
 from stepsight.simulator.blocks.step import RankShape
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.durations.latency_model import LatencyModel, Seconds
@@ -124,7 +124,7 @@ class ShapeTable:
         self._known: dict[RankShape, int] = {}
         self.ids = {block.layout: self._number(block) for block in grid.blocks.values()}
         self.shapes = tuple(self._known)
-        self.kinds = tuple(dict.fromkeys(kind for kind, _ in find_family(model.family).layer_kinds(model)))
+        self.kinds = tuple(dict.fromkeys(kind for kind, _ in layer_kinds(model)))
         split = any(lower.is_split(sets["schedule"]) for each in options for sets in each["pipeline"].values())
         parts = ("backward", *(("input",) if split else ()))
         passes = [PassKind(part, how, whole=False) for part in parts for how in self._recompute]

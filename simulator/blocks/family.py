@@ -25,6 +25,7 @@ from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.base.registry import check_takes
 from stepsight.dataset.job.specs import FAMILIES, ModelSpec
+from stepsight.simulator.blocks.adapters import adapted
 from stepsight.simulator.blocks.attention import Heads, attention, core, latent_attention
 from stepsight.simulator.blocks.dlrm import dlrm_embedding, dlrm_head, dlrm_kinds, dlrm_layer
 from stepsight.simulator.blocks.layer_parts import (
@@ -412,20 +413,37 @@ def _block(name: str, part: str, *arguments: Any) -> Block:
     return block
 
 
+LOWEST = "lowest "  # begins the kind of the first layer where nothing before it is trained
+
+
+def layer_kinds(model: ModelSpec) -> LayerKinds:
+    """Kinds of a model's layers in its order, run-length encoded."""
+    kinds = find_family(model.family).layer_kinds(model)
+    if not model.lora_rank:
+        return kinds
+    (kind, count), *others = kinds
+    return ((LOWEST + kind, 1), *([(kind, count - 1)] if count > 1 else []), *others)
+
+
 @cached(4096)
 def embedding_block(shape: RankShape, shared: bool = False) -> Block:
     """Blocks before the first layer."""
-    return _block(shape.model.family, "embedding", shape, shared)
+    block = _block(shape.model.family, "embedding", shape, shared)
+    return adapted(shape, block, lowest=True) if shape.model.lora_rank else block
 
 
 @cached(4096)
 def layer_block(shape: RankShape, kind: str) -> Block:
     """One layer; some modules are recomputed, or its kept activations are offloaded, if the job says so."""
-    block = recomputed(_block(shape.model.family, "layer", shape, kind), shape.recompute_modules)
+    block = _block(shape.model.family, "layer", shape, kind.removeprefix(LOWEST))
+    if shape.model.lora_rank:
+        block = adapted(shape, block, lowest=kind.startswith(LOWEST))
+    block = recomputed(block, shape.recompute_modules)
     return offloaded(block, shape.dtype, shape.offload_share) if shape.offload_share else block
 
 
 @cached(4096)
 def head_block(shape: RankShape, shared: bool = False) -> Block:
     """Blocks after the last layer."""
-    return _block(shape.model.family, "head", shape, shared)
+    block = _block(shape.model.family, "head", shape, shared)
+    return adapted(shape, block) if shape.model.lora_rank else block

@@ -247,7 +247,8 @@ def column_parallel(shape: RankShape, linear: Step) -> Block:
     again: tuple[Item, ...] = ()
     if shape.sequence_parallel:
         arrive, forward = _split(shape, "all_gather", _operand_bytes(shape), forward)
-        again = _beside(shape, "all_gather", _operand_bytes(shape))
+        if not shape.model.lora_rank:  # frozen weights have no gradient, which alone needs the input
+            again = _beside(shape, "all_gather", _operand_bytes(shape))
     sums = _beside(shape, "reduce_scatter" if shape.sequence_parallel else "all_reduce", num_bytes)
     before = Step("tp", forward=arrive, backward=(Join("tp"), *_sum_of_parts(shape)))
     return before, replace(

@@ -85,6 +85,7 @@ class Step:
     weight_grad: tuple[Item, ...] = ()  # items that give the gradients of the parameters; nothing else waits for them
     # elements of each parameter tensor on one rank, in the order in which gradients arrive
     parameters: tuple[int, ...] = ()
+    frozen: tuple[int, ...] = ()  # likewise of parameters that are not trained
     # whether autograd computes the weights' gradients before the input's (linears without bias)
     weight_grad_first: bool = False
     # whether tensor-parallel ranks hold the same parameters; with sequence parallelism each has a part of their

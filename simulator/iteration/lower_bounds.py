@@ -18,7 +18,7 @@ from stepsight.dataset.base.caching import cached
 from stepsight.dataset.job.execution import COMPUTE_DTYPE, ExecutionSemantics
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import DTYPE_BYTES
-from stepsight.simulator.blocks.family import embedding_block, find_family, head_block, layer_block
+from stepsight.simulator.blocks.family import embedding_block, head_block, layer_block, layer_kinds
 from stepsight.simulator.blocks.step import Block, Group, RankShape
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.durations.segment_timing import Timer
@@ -98,7 +98,7 @@ def layer_counts(shape: RankShape, num_parts: int, kinds: tuple[str, ...], every
     """Blocks of each part of a model that is split evenly, in the order of ``block_seconds``, and how many of these are
     recomputed, one in ``every``; shape ``(num_parts, num_blocks)``.  Of the shape, its model counts alone.
     """
-    of_layers = [kinds.index(kind) for kind, count in find_family(shape.model.family).layer_kinds(shape.model)
+    of_layers = [kinds.index(kind) for kind, count in layer_kinds(shape.model)
                  for _ in range(count)]  # fmt: skip
     each, rest = divmod(len(of_layers), num_parts)
     counts, again = np.zeros((2, num_parts, len(kinds) + 2))

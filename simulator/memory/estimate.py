@@ -290,10 +290,12 @@ def _held(asked: _Asked) -> tuple[Floats, Floats, Floats]:
     places = places_of(shape, asked.parts)
     parts = [part_memory(shape, place.part, states.execution) for place in places[0]]
     bytes_of, messages = schedule_bytes(shape, schedule, places, parts, torch_runtime=asked.torch_runtime)
-    numel = np.zeros((schedule.num_stages, 2))
-    sizes = np.array([(part.numel, part.expert_numel) for part in parts], dtype=np.float64)
-    np.add.at(numel, schedule.placement[:, 0], sizes[places[1]])
+    elements = np.zeros((schedule.num_stages, 4))
+    sizes = [(part.numel, part.expert_numel, part.frozen, part.expert_frozen) for part in parts]
+    np.add.at(elements, schedule.placement[:, 0], np.array(sizes, dtype=np.float64)[places[1]])
+    numel, frozen = elements[:, :2], elements[:, 2:]
     held = np.array([states.parameters, states.gradients, states.optimizer, states.workspace]) @ numel.T
+    held[0] += frozen @ states.frozen
     held[3] += np.minimum(states.flat_bytes, held[1])
     if shape.tables is not None:
         held[[0, 2], 0] += shape.tables.parameter_bytes, shape.tables.state_bytes

@@ -39,6 +39,9 @@ class BlockMemory:
     # numel, expert_numel: elements of its parameters
     numel: int
     expert_numel: int
+    # frozen, expert_frozen: of parameters that are not trained
+    frozen: int
+    expert_frozen: int
     kept: float  # from forward to backward
     deferred: float  # from the input's gradient to the parameters', where backward is split
     output_gradients: float  # of all steps with parameters: what PyTorch's split adds to what is kept
@@ -86,8 +89,8 @@ def block_memory(
         live.append(before + (sum(core) if step.attention_core else 0.0))
     kept = before
     if recompute == "full":
-        # what linears return, in 16 bits or more; the product for a linear's weights says how large it is
-        outputs = [op for step in block if step.output_kept for op in _products(step)]
+        # what linears return, in 16 bits or more
+        outputs = [op for step in block if step.output_kept for op in step.forward[-1:] if isinstance(op, Op)]
         kept = input_bytes + sum(float(op.dims[-3] * op.dims[-2] * max(DTYPE_BYTES[op.dtype], 2)) for op in outputs)
         forward = kept + max(work, default=0.0)
     grown, made, backward, first = 0.0, 0.0, 0.0, 0.0
@@ -101,6 +104,8 @@ def block_memory(
     return BlockMemory(
         numel=sum(sum(step.parameters) for step in block if not step.expert),
         expert_numel=sum(sum(step.parameters) for step in block if step.expert),
+        frozen=sum(sum(step.frozen) for step in block if not step.expert),
+        expert_frozen=sum(sum(step.frozen) for step in block if step.expert),
         kept=kept,
         deferred=sum(
             size + _output_gradients(step) for step, size in zip(block, saved, strict=True) if _products(step)
@@ -204,6 +209,11 @@ class _Run:
     def numel(self) -> int:
         return self.block.numel + self.block.expert_numel
 
+    @property
+    def held(self) -> int:
+        """Elements with those that are not trained."""
+        return self.numel + self.block.frozen + self.block.expert_frozen
+
 
 @cached(4096)
 def part_memory(shape: RankShape, part: PartShape, execution: PartExecution) -> BlockMemory:
@@ -242,6 +252,8 @@ def part_memory(shape: RankShape, part: PartShape, execution: PartExecution) -> 
     return BlockMemory(
         numel=sum(run.times * run.block.numel for run in runs),
         expert_numel=sum(run.times * run.block.expert_numel for run in runs),
+        frozen=sum(run.times * run.block.frozen for run in runs),
+        expert_frozen=sum(run.times * run.block.expert_frozen for run in runs),
         kept=kept,
         deferred=sum(run.times * run.block.deferred for run in runs),
         output_gradients=sum(run.times * run.block.output_gradients for run in runs),
@@ -285,15 +297,16 @@ def _gather(runs: list[_Run], gathered: Gathered, shared: bool) -> tuple[float, 
     if not size or not runs:  # a part may have no layers
         return 0.0, 0.0, 0.0, 0.0
     layers = [run for run in runs if not run.root]
-    root = sum(run.numel for run in runs if run.root)
-    layer = max((run.numel for run in layers), default=0)
-    total = sum(run.times * run.numel for run in runs)
+    root = sum(run.held for run in runs if run.root)
+    trained = sum(run.numel for run in runs if run.root)
+    layer = max((run.held for run in layers), default=0)
+    total = sum(run.times * run.held for run in runs)
     head = 0  # gradients that exist before those of the layers, unless they stay anyway
     if runs[-1].root and not how.reduce_once:  # a stage may have no layer
-        head = root if shared else runs[-1].numel
+        head = trained if shared else runs[-1].numel
     prefetch = max(0, min(how.prefetch, sum(run.times for run in layers) - 1))  # there are no more layers to gather
     for run in runs:
-        forward = root + (0 if run.root else run.numel * (1 + prefetch))
+        forward = root + (0 if run.root else run.held * (1 + prefetch))
         backward = root + (0 if run.root else layer * (1 + prefetch)) + head
         if run is runs[-1] and run.root:
             backward = root + layer * prefetch
@@ -302,6 +315,6 @@ def _gather(runs: list[_Run], gathered: Gathered, shared: bool) -> tuple[float, 
         run.in_forward, run.in_backward = float(forward * size), float(backward * size)
         if not how.reduce_once and not run.root:
             run.gradients, run.reduced = float(run.numel * size), float(run.numel * gathered.reduce_bytes)
-    end = 0.0 if how.reduce_once else float(root * size + root * gathered.reduce_bytes)
+    end = 0.0 if how.reduce_once else float(trained * size + trained * gathered.reduce_bytes)
     ahead = float(layer * prefetch * size) if how.reshard else 0.0
     return float(2 * (root + layer) * size), end, float((root if how.reshard else total) * size), ahead

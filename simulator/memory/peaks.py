@@ -185,6 +185,7 @@ class States:
     # parameters, gradients, optimizer: of each kind
     parameters: tuple[float, float]
     gradients: tuple[float, float]
+    frozen: tuple[float, float]  # of parameters that are not trained
     optimizer: tuple[float, float]
     workspace: tuple[float, float]  # of the optimizer's step, for a moment
     bucket_bytes: float  # of gradients on their way while backward runs
@@ -210,6 +211,8 @@ def states_of(p: ParallelSpec, semantics: ExecutionSemantics, precision: str, gr
     moments = main * (2.0 + (copied and casts) + half)
     own = states.gradient_buffers and not sharded
     model = QUANTIZED.get(precision, 0) + (0 if states.narrow_parameters else size)
+    # Of frozen weights one layout is enough (NeMo's LoRA recipes: disable_parameter_transpose_cache).
+    narrow = QUANTIZED[precision] / 2 if precision in QUANTIZED and states.narrow_parameters else float(size)
     gradients = each(float(size if half else DTYPE_BYTES[states.gradient_dtype] if own else main), parts[1])
     copies = states.bucket_copies and not sharded and replicated
     grows = not (states.gradient_buffers and not sharded) and not (copies and p.pp == 1)
@@ -226,6 +229,7 @@ def states_of(p: ParallelSpec, semantics: ExecutionSemantics, precision: str, gr
     return States(
         parameters=each(float(model if copied else main), parts[0]),
         gradients=gradients,
+        frozen=each(narrow, parts[0]),
         optimizer=each(0.0 if semantics.optimizer == "host" else moments, parts[2]),
         workspace=each(float(main), parts[2]) if semantics.optimizer == "foreach" else (0.0, 0.0),
         bucket_bytes=2 * bucket_bytes if p.zero_stage == 2 and groups.shard.size > 1 else 0.0,

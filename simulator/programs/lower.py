@@ -178,7 +178,7 @@ def _lower(asked: _Asked) -> Lowered:
     replicas = replicas_of(asked.zero, asked.groups, asked.semantics, beside=asked.beside, share=asked.share)
     if overlap.gathers_lists:
         layers = [unit for part in parts for unit in part_units(shape, part) if not unit.root]
-        if max((numel for unit in layers for numel in unit.tensors[False]), default=0) >= _MOST_LIVE:
+        if max((numel for unit in layers for numel in unit.held[False]), default=0) >= _MOST_LIVE:
             replicas = replace(replicas, gathering=replace(replicas.gathering, prefetch=0))
     if overlap.by_rank and replicas.shards > 1:  # a rank's bucket that is never full is sent after the last backward
         numel = sum(unit.times * sum(unit.tensors[False]) for part in parts for unit in part_units(shape, part))
@@ -247,7 +247,7 @@ def rank_work(
         of_parts.append(tuple([numbers.setdefault(segment, len(numbers)) for segment in own]))
     first, last = placement[0], placement[-1]
     tied = Group()  # the two ranks in different stages that hold the same embedding table
-    if first != last and shape.model.tied_embeddings:
+    if first != last and shape.model.tied_embeddings and not shape.model.lora_rank:
         tied = Group(2, layout.pipeline_neighbours(first, last))
     segments = [optimizer_segment(shape, own, replicas, habits, tied if ends else Group()) for own, ends in distinct]
     optimizers = tuple([numbers.setdefault(segment, len(numbers)) for segment in segments])

@@ -25,7 +25,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.sharding import Ranks, RankTables, ShardingSpec, placements_of, rank_tables
 from stepsight.dataset.job.specs import ModelSpec, OtherDevices
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective
-from stepsight.simulator.blocks.family import LayerKinds, find_family
+from stepsight.simulator.blocks.family import LayerKinds, find_family, layer_kinds
 from stepsight.simulator.blocks.step import Group, RankShape
 
 Strides = tuple[tuple[int, int], ...]  # (stride, size) of each axis of a group, fastest first
@@ -256,7 +256,7 @@ def _part_shapes(model: ModelSpec, num_parts: int, stage_layers: tuple[int, ...]
     if not stage_layers:
         each, rest = divmod(model.total_layers, num_parts)
         stage_layers = tuple(each + (i < rest) for i in range(num_parts))
-    todo = list(find_family(model.family).layer_kinds(model))[::-1]
+    todo = list(layer_kinds(model))[::-1]
     parts = []
     for index, count in enumerate(stage_layers):
         runs: list[tuple[str, int]] = []

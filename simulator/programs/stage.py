@@ -60,16 +60,27 @@ class Unit:
     @property
     def tensors(self) -> Tensors:
         """Elements of a block's parameter tensors, of others and of experts, in the order in which gradients arrive."""
-        known = _TENSORS.get(id(self.block))
-        if known is None:
-            found: tuple[list[int], list[int]] = ([], [])
-            for step in reversed(self.block):
-                found[step.expert].extend(step.parameters)
-            _TENSORS[id(self.block)] = known = (self.block, (tuple(found[0]), tuple(found[1])))
-        return known[1]
+        return _tensors(self.block)[0]
+
+    @property
+    def held(self) -> Tensors:
+        """The same with those that are frozen."""
+        return _tensors(self.block)[1]
 
 
-_TENSORS: Memo[int, tuple[Block, Tensors]] = Memo("tensors of blocks", 20_000)
+_TENSORS: Memo[int, tuple[Block, tuple[Tensors, Tensors]]] = Memo("tensors of blocks", 20_000)
+
+
+def _tensors(block: Block) -> tuple[Tensors, Tensors]:
+    """``Unit.tensors`` and ``Unit.held`` of a block."""
+    known = _TENSORS.get(id(block))
+    if known is None:
+        trained, held = ([[n for step in reversed(block) if step.expert == expert
+                           for n in step.parameters + step.frozen * whole] for expert in (False, True)]
+                         for whole in (False, True))  # fmt: skip
+        both = (tuple(trained[0]), tuple(trained[1])), (tuple(held[0]), tuple(held[1]))
+        _TENSORS[id(block)] = known = (block, both)
+    return known[1]
 
 
 @cached(4096)
@@ -183,27 +194,30 @@ def part_segments(shape: RankShape, part: PartShape, calls: HashedTuple[Call]) -
 def _segment(shape: RankShape, part: PartShape, call: Call) -> Segment:
     spec, traffic, replicas = call.backward, call.traffic, call.replicas
     if spec is None or traffic is None:
-        units, passages, patterns = _part_run(shape, part, 1, None, call.casts)
+        units, passages, patterns = _part_run(shape, part, 1, None, call.casts, replicas.fully_sharded)
         plan = forward_plan(patterns, replicas.pattern)
     elif traffic.reduces and replicas.zero_stage < 2:
         return send_buckets(spec.part, *_bucket_plan(shape, part, traffic.every, spec, call.casts), replicas)
     else:
-        units, passages, patterns = _part_run(shape, part, traffic.every, spec, call.casts)
+        units, passages, patterns = _part_run(shape, part, traffic.every, spec, call.casts, replicas.fully_sharded)
         plan = backward_plan(patterns, replicas.pattern, spec.part, traffic)
     dtypes = shape.dtype, shape.kernels.main_dtype
 
     def work(slot: Slot) -> BlockPass | Collective | Op:
         if slot.what == "run":
             return passages[slot.unit]
-        tensors = units[slot.unit].tensors
+        whole = replicas.fully_sharded and slot.what.removesuffix(TWICE) in GATHERS
+        tensors = units[slot.unit].held if whole else units[slot.unit].tensors
         if slot.unit == ROOT:
-            others, experts = zip(*[u.tensors for u in reversed(units) if u.root], strict=True)
+            roots = [u.held if whole else u.tensors for u in reversed(units) if u.root]
+            others, experts = zip(*roots, strict=True)
             tensors = tuple(chain(*others)), tuple(chain(*experts))
         return _replica_work((slot.what, slot.expert, slot.second), tensors, dtypes, replicas)
 
     return plan.filled(work)
 
 
+GATHERS = ("copy_in", "copy_out", "gather")  # slots of parameters, frozen ones included
 # DeepSpeed 0.3: tensors of fewer elements stay on every rank (stage3_param_persistence_threshold), and so do, between
 # recomputation and backward, those that are used again before this many elements of others (stage3_max_reuse_distance).
 # Each rank's part of a list costs the host a view and a copy.
@@ -222,7 +236,7 @@ def _replica_work(
     """
     (what, expert, second), (dtype, main_dtype), groups = slot, dtypes, replicas.groups
     sizes, gathers = (groups.shard.size, groups.experts.size), what.removesuffix(TWICE)
-    if gathers in ("copy_in", "copy_out", "gather"):
+    if gathers in GATHERS:
         lists = replicas.gathering.lists
         parts = [_gathered(each, lists=lists, twice=what != gathers) for each in tensors]
         if gathers == "gather":
@@ -270,11 +284,12 @@ def _gathered(tensors: tuple[int, ...], *, lists: bool, twice: bool) -> tuple[in
 
 @cached(8192)
 def _part_run(
-    shape: RankShape, part: PartShape, every: int, spec: BackwardSpec | None, casts: bool
+    shape: RankShape, part: PartShape, every: int, spec: BackwardSpec | None, casts: bool, whole: bool
 ) -> tuple[tuple[Unit, ...], tuple[BlockPass, ...], Patterns]:
     """A part's units in forward order, the passage of each, and the properties that plans depend on.
 
-    ``spec``: of the backward; None: the forward.  ``casts``: as in ``Call``.
+    ``spec``: of the backward; None: the forward.  ``casts``: as in ``Call``.  ``whole``: whether frozen parameters are
+    gathered too (FSDP).
     """
     units, to = part_units(shape, part, every), shape.dtype if casts and shape.casts else ""
     once = replace(spec, recompute="none", whole=False) if spec and spec.recompute == "full" else spec
@@ -283,7 +298,8 @@ def _part_run(
     for u, p in zip(units, passages, strict=True):
         others, experts = u.tensors
         loss = p.first_step if u.name == "head" else 0  # of a head's backward, the first step is the loss
-        there = (len(others), len(experts)), sum(others) > 0, sum(experts) > 0
+        gathered = u.held if whole else u.tensors
+        there = (len(others), len(experts)), sum(gathered[0]) > 0, sum(gathered[1]) > 0
         numbers.append((u.name, u.first, u.times, u.root, p.num_nodes, loss, *there))
     return units, passages, _patterns(tuple(numbers))
 
@@ -298,6 +314,6 @@ def _patterns(numbers: tuple[tuple[Any, ...], ...]) -> Patterns:
 def _bucket_plan(
     shape: RankShape, part: PartShape, every: int, spec: BackwardSpec, casts: bool
 ) -> tuple[tuple[BlockPass, ...], BucketPlan]:
-    units, passages, _ = _part_run(shape, part, every, spec, casts)
+    units, passages, _ = _part_run(shape, part, every, spec, casts, False)
     pairs = zip(units[::-1], passages[::-1], strict=True)
     return plan_buckets([(p, unit.times, unit.name, unit.first + unit.times - 1) for unit, p in pairs])

@@ -27,6 +27,7 @@ TIED = {"tied_embeddings": True}
 T5 = {"family": "t5", "encoder_layers": 3, "encoder_seq_len": 64}
 EXPERTS = {"family": "llama", "experts": 4, "experts_per_token": 2}
 LATENT = {"family": "llama", "attention": "mla", "kv_lora_rank": 64, "rope_head_dim": 16, "v_head_dim": 32}
+LORA = {"family": "llama", "lora_rank": 8, "lora_targets": ("qkv", "proj"), "lora_dropout": 0.1}
 # Keys of any table of a job; the others stay as in ``MODEL`` and ``job``.
 JOBS: dict[str, dict[str, Any]] = {
     "eager": {},
@@ -69,6 +70,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "fsdp hybrid": {"precision": "bf16", "dp": 8, "dp_shard": 4, "zero_stage": 3},
     "fsdp of two": {"precision": "bf16", "dp": 2, "zero_stage": 2},
     "fsdp tied": {"precision": "bf16", "dp": 4, "zero_stage": 3, **TIED},
+    "megatron lora": {"precision": "fp8", "fp8_parameters": True, "tp": 2, "pp": 2, **LORA},
+    "fsdp lora": {"precision": "bf16", "dp": 4, "zero_stage": 3, **LORA},
     "fsdp offload": {"precision": "bf16", "dp": 4, "zero_stage": 3, "offload_activations": True},
     "fsdp vocabulary": {"precision": "bf16", "dp": 4, "zero_stage": 3, "layers": 1, "seq_len": 8, "vocab": 90000},
     "t5 recompute": {"precision": "bf16", "recompute": "full", "recompute_every": 2, **T5},
