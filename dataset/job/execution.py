@@ -60,6 +60,8 @@ class KernelSemantics:
     finds_scales: bool = False
     fp8_dynamic: bool = False  # weights too are cast where they are used, and inputs again in backward
     fp8_gathers: bool = True  # tensor-parallel ranks gather these operands in 8 bits
+    fp8_attention: bool = False  # fused attention computes in 8 bits
+    fp8_activations: bool = False  # the input of the MLP's activation is kept in 8 bits
     casts_by_group: bool = False  # the operands of grouped products are cast by a kernel for each group
 
 
@@ -157,6 +159,7 @@ def semantics_of(job: Job, device_kind: str = "gpu") -> ExecutionSemantics:
 # What semantics depend on, besides the kind of device and the ZeRO stage; few strategies of a search differ in these.
 _RELEVANT = attrgetter(
     *("execution.engine", "execution.checkpoint", "batch.precision", "batch.fp8_scaling", "batch.fp8_parameters"),
+    *("batch.fp8_attention", "batch.fp8_activations"),
     *("optimizer.clip_grad_norm", "optimizer.offload", "optimizer.fused"),
     *("model.eager_kernels", "model.norms_again", "model.token_metrics"),
     *("parallel.gradient_dtype", "parallel.reduce_scatter", "parallel.overlap_grad_reduce", "parallel.overlap_tp"),
@@ -189,6 +192,8 @@ def _semantics(job: Job, on_cpu: bool, unsummed: bool) -> ExecutionSemantics:
         finds_scales=precision == "nvfp4" or (precision == "fp8" and batch.fp8_scaling not in ("delayed", "mxfp8")),
         fp8_dynamic=precision == "fp8" and batch.fp8_scaling in ("dynamic", "rowwise"),
         fp8_gathers=batch.fp8_scaling != "rowwise",
+        fp8_attention=batch.fp8_attention and precision in QUANTIZED,
+        fp8_activations=batch.fp8_activations and precision in QUANTIZED,
         casts_by_group=precision == "fp8" and batch.fp8_scaling == "mxfp8",
     )
     scales = precision == "fp16"  # by default gradients are summed in the main type, but Megatron's of fp16 in fp16

@@ -80,6 +80,8 @@ class Framework:
     metric_losses: int = 0
     fp8_scaling: str = "delayed"
     fp8_parameters: bool = False
+    fp8_attention: bool = False
+    fp8_activations: bool = False
     dispatch_calls: float = 0.0
     op_calls: float = 1.0
     fused_loss: bool = False

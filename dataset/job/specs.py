@@ -197,6 +197,10 @@ class BatchSpec:
             searched for; experts are cast one by one).
         fp8_parameters: With ``fp8`` or ``nvfp4``: whether the model's parameters exist in the narrow type alone, beside
             the optimizer's main ones (``fp8_param_gather`` of Transformer Engine and Megatron); else in 16 bits too.
+        fp8_attention: With ``fp8`` or ``nvfp4``: whether fused attention computes in 8 bits
+            (``fp8_dot_product_attention``).
+        fp8_activations: With ``fp8`` or ``nvfp4``: whether the input of the MLP's activation is kept in 8 bits
+            (``activation_func_fp8_input_store``).
     """
 
     micro_batch: int
@@ -205,6 +209,8 @@ class BatchSpec:
     precision: str = "bf16"
     fp8_scaling: str = "delayed"
     fp8_parameters: bool = False
+    fp8_attention: bool = False
+    fp8_activations: bool = False
 
     @property
     def dtype(self) -> str:

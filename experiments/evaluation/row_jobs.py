@@ -30,7 +30,7 @@ from stepsight.experiments.evaluation.runs_table import Row, RowError, find_reci
 from stepsight.simulator.memory import estimate_memory
 
 # Words that may stand beside a device's without making it another one.
-_REMARKS = re.compile(r"\b(?:gpus?|tensor|core|hgx|dgx|superchip)\b")
+_REMARKS = re.compile(r"\b(?:gpus?|tensor|core|hgx|dgx|superchip|amd|instinct|hbm3e?|dlc)\b")
 _MEMORY = re.compile(r"([0-9]{1,4}) ?gb\b")
 _PORTS = re.compile(r"(?:(\d+) ?x ?)?(\d+) ?g(?:b/s|bps|bit/s|b)\b")
 T = TypeVar("T")
@@ -43,7 +43,7 @@ def preset_of_device(row: Row) -> str:
     if find_hardware(text) is not None:
         return text
     lower = text.lower()
-    inside = re.search(r"nvidia blackwell gpu \((.*?)\)", lower)  # which one is in the brackets
+    inside = re.search(r"nvidia blackwell (?:ultra )?gpu \((.*?)\)", lower)  # which one is in the brackets
     main = inside[1] if inside else re.sub(r"\(.*?\)", " ", lower).split(",")[0]  # the rest are remarks
     stated = _MEMORY.search(main)
     if stated is not None and memory not in (None, int(stated[1])):
@@ -294,6 +294,9 @@ def _model(row: Row) -> dict[str, Any]:
     if experts:
         model |= {"expert_ffn": ffn, "experts": experts, "experts_per_token": row.known("top_k")}
         model |= {"capacity_factor": 1.0} if "tokendrop" in plain_name(row) else {}
+    if rank := row.whole("lora_rank"):
+        targets = re.split(r"[ ,]+", row.text("lora_targets"))
+        model |= {"lora_rank": rank, "lora_targets": targets, "lora_dropout": row.real("lora_dropout") or 0.0}
     return {**model, **by_model(row, TOLD["models"], {}), "vocab": _vocab(row)}
 
 
@@ -333,6 +336,7 @@ def _parallel(row: Row, framework: Framework) -> dict[str, Any]:
     return {
         **degrees,
         **({} if is_open else {"virtual_stages": chunks}),
+        **({"schedule": schedule} if (schedule := row.text("schedule")) else {}),
         "stage_layers": stage_layers,
         **({} if shared is None else {"sequence_parallel": degrees["tp"] > 1 and shared}),
         **sharding,

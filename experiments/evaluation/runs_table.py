@@ -7,7 +7,7 @@ import io
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +24,8 @@ MOST = 1e18  # of any number: larger ones are typing mistakes
 SHORTEST_S, LONGEST_S = 1e-6, 1e7  # of an iteration
 _OF_TRANSFORMERS = ("family", "layers", "hidden", "seq_len", "micro_batch", "precision")
 UNKNOWN = ("", "nan", "na", "none?")
+_DEGREES = frozenset(("tp", "pp", "cp", "ep", "dp", "zero_stage"))
+_CELLS = preset("published_rows.toml")["cells"]
 _ASKED_FIRST = ("hardware", "gpus", "iteration_time_s")  # by all that take a row
 
 
@@ -175,7 +177,9 @@ class Row:
     @property
     def measured_s(self) -> float:
         """Iteration time in seconds."""
-        value = self.real("iteration_time_s")
+        value, rate = self.real("iteration_time_s"), self.real("tokens_s_device")
+        if value is None and rate:
+            value = self.known("global_batch") * self.known("seq_len") / (rate * self.gpus)
         if value is None:
             raise RowError("iteration_time_s is unknown")
         if not SHORTEST_S <= value <= LONGEST_S:
@@ -214,13 +218,8 @@ def read_runs_table(path: Path) -> list[Row]:
         found = read_header(written := reader.fieldnames or ())
         reader.fieldnames = names = [name for name, _ in found]
         known = {column.name for column in columns()} | {"row_id", "iter_time_derivation"}
+        known |= {name for told in _CELLS for name in told["when"]}
         unread = tuple(name.strip() for name, (own, _) in zip(written, found, strict=True) if own not in known)
-        needed = [column.name for column in columns() if column.needed]
-        if "tables" in names:  # recommendation models have no sizes of transformers
-            needed = [name for name in needed if name not in _OF_TRANSFORMERS]
-        if missing := [name for name in needed if name not in names]:
-            rule = f"a table of runs has columns {', '.join(needed)}; it lacks {', '.join(missing)}"
-            raise TableError(f"{rule}: `stepsight evaluate --explain-columns` says what else they may be called")
         for cells in reader:
             if None in cells or None in cells.values():
                 rows.append(Row({"row_id": str(reader.line_num)}, "it has more or fewer cells than columns"))
@@ -230,12 +229,32 @@ def read_runs_table(path: Path) -> list[Row]:
                     with suppress(ValueError):  # other text stays as it is, and its reader refuses it
                         cells[name] = repr(float(cells[name]) * factor)
             numbered = cells if (cells.get("row_id") or "").strip() else {**cells, "row_id": str(reader.line_num)}
-            rows.append(Row(numbered, unread=unread))
+            rows.append(Row(_told(numbered), unread=unread))
+        _check_columns({*names}.union(*(row.cells for row in rows)))
     except TableError as error:
         raise TableError(f"{path}: {error}") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TableError(f"cannot read runs from {path}: {reason(error)}") from None
     return rows
+
+
+def _told(cells: dict[str, str]) -> dict[str, str]:
+    """Cells of a row, with those that the source of its table states elsewhere (``published_rows.toml``)."""
+    for told in _CELLS:
+        if all(re.search(words, cells.get(name) or "") for name, words in told["when"].items()):
+            cells = {**cells, **told["set"]}
+    return cells
+
+
+def _check_columns(there: Collection[str]) -> None:
+    needed = [column.name for column in columns() if column.needed]
+    if "tables" in there:  # recommendation models have no sizes of transformers
+        needed = [name for name in needed if name not in _OF_TRANSFORMERS]
+    instead = {"iteration_time_s"} if "tokens_s_device" in there else set[str]()
+    if missing := [name for name in needed if name not in instead.union(there)]:
+        rule = f"a table of runs has columns {', '.join(needed)}; it lacks {', '.join(missing)}"
+        rule += "" if _DEGREES.intersection(there) else f", and states no sharding ({', '.join(sorted(_DEGREES))})"
+        raise TableError(f"{rule}: `stepsight evaluate --explain-columns` says what else they may be called")
 
 
 def plain_name(row: Row) -> str:

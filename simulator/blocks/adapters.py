@@ -43,7 +43,8 @@ def adapted(shape: RankShape, block: Block, *, lowest: bool = False) -> Block:
 def _frozen(step: Step) -> Step:
     """A step whose parameters are not trained: a linear then keeps no input."""
     products = any(isinstance(item, Op) and item.record.weight_gradient for item in step.weight_grad)
-    saved = step.saved[1:] if products else step.saved
+    whole = not products or step.name in ("out", "cross_out")  # attention's output is kept for its own backward
+    saved = step.saved if whole else step.saved[1:]
     return replace(step, weight_grad=(), parameters=(), frozen=step.parameters, saved=saved, weight_grad_first=False)
 
 

@@ -64,11 +64,11 @@ class Heads:
 
     def kernel(self, shape: RankShape, kind: str, q_len: int, kv_len: int, *, causal: bool) -> Op:
         """Fused ``attention`` or ``attention_backward`` of a number of queries and keys."""
-        batch, flag = shape.micro_batch, int(causal)
+        batch, flag, dtype = shape.micro_batch, int(causal), "fp8" if shape.kernels.fp8_attention else shape.dtype
         if self.v_dim == self.head_dim:
             kind = _GENERATIONS.get(shape.model.attention_kernels, "") + kind
-            return shape.op(kind, batch, self.heads, self.kv_heads, q_len, kv_len, self.head_dim, flag)
-        return shape.op(f"mla_{kind}", batch, self.heads, q_len, kv_len, self.head_dim, self.v_dim, flag)
+            return Op(kind, (batch, self.heads, self.kv_heads, q_len, kv_len, self.head_dim, flag), dtype)
+        return Op(f"mla_{kind}", (batch, self.heads, q_len, kv_len, self.head_dim, self.v_dim, flag), dtype)
 
     def q_numel(self, shape: RankShape) -> int:
         return shape.micro_batch * self.q_len * self.heads * self.head_dim
@@ -238,7 +238,11 @@ def core(shape: RankShape, heads: Heads, *, made_by: str = "") -> Block:
         temporary = 2 * heads.kv_numel(shape) * shape.dtype_bytes  # what arrives meanwhile, with gradients
     else:
         forward, backward = all_gather(shape, heads)
-    arrived = Saved((heads.q_numel(shape) + heads.kv_numel(shape)) * shape.dtype_bytes, outside=True, made_by=made_by)
+    numel, size = heads.q_numel(shape) + heads.kv_numel(shape), shape.dtype_bytes
+    if shape.kernels.fp8_attention:
+        forward = (shape.op("copy", numel), *forward)
+        backward, size = (shape.op("copy", heads.out_numel(shape)), *backward), 1
+    arrived = Saved(numel * size, outside=True, made_by=made_by)
     return (
         Step(
             "attention",

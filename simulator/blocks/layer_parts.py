@@ -326,7 +326,7 @@ def activation(shape: RankShape, rows: int, ffn: int) -> Step:
         kind,
         forward,
         backward,
-        saved=(Saved(rows * width * shape.dtype_bytes),),
+        saved=(Saved(rows * width * (1 if shape.kernels.fp8_activations else shape.dtype_bytes)),),
         temporary_bytes=numel * shape.dtype_bytes if gated else 0,  # the gate is computed again
     )
 
