@@ -263,20 +263,18 @@ def _experts(rules: Rules, job: JobTables) -> None:
 
 def _adapters(rules: Rules, job: JobTables) -> None:
     m, targets = job.model, {*job.model.lora_targets}
-    rules.require(0 <= m.lora_dropout < 1, f"model.lora_dropout must lie in [0, 1), got {m.lora_dropout}")
+    stated = f"{m.lora_rank}, {list(m.lora_targets)} and {m.lora_dropout} with family {m.family!r:.40}"
     rules.require(
-        (m.lora_rank > 0) == bool(targets) and (m.lora_rank > 0 or not m.lora_dropout),
-        f"adapters have model.lora_rank > 0 and lora_targets, got {m.lora_rank} and {list(m.lora_targets)}",
+        0 <= m.lora_dropout < 1 and (bool(m.lora_rank) == bool(targets) if m.family != "dlrm" else not m.lora_rank),
+        f"adapters of transformers have model.lora_rank > 0, lora_targets and a lora_dropout in [0, 1), got {stated}",
     )
-    rules.require(not m.lora_rank or m.family != "dlrm", "model.lora_rank is for transformers, got family 'dlrm'")
     rules.divides(job.parallel.tp, "parallel.tp", m.lora_rank, "model.lora_rank")
     missing = {"qkv", "q", "k", "v"} if m.attention == "mla" else set[str]()
     missing |= {"fc1", "fc2", "gate", "up"} if m.experts else set() if m.gated_mlp else {"gate", "up"}
-    for target in sorted(targets):
-        words = "with attention 'mla', experts or an MLP without a gate"
-        rules.require(target not in missing, f"model.lora_targets: there is no linear {target!r} {words}")
-        parts = sorted(targets.intersection(specs.LORA_TARGETS[target]))
-        rules.require(not parts, f"model.lora_targets must name {target!r} or its parts, got both it and {parts}")
+    parts = {part for target in targets for part in specs.LORA_TARGETS[target]}
+    for target in sorted(targets & (missing | parts)):
+        why = "is part of another one" if target in parts else "is not in this model (mla, experts or no gate)"
+        rules.append(f"model.lora_targets must name linears of the model once: {target!r} {why}")
 
 
 def _pipeline(rules: Rules, job: JobTables) -> None:

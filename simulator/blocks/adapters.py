@@ -28,14 +28,14 @@ def adapted(shape: RankShape, block: Block, *, lowest: bool = False) -> Block:
     found: list[Step] = []
     for step in block:
         product = next((item for item in step.forward if isinstance(item, Op) and item.kind == "linear"), None)
-        widths = _widths(shape, step.name, product.dims[1]) if product else {}
-        targets = [n for target, n in widths.items() if target in shape.model.lora_targets]
-        found.append(replace(_frozen(step), backward=() if lowest else step.backward))
-        if lowest:
-            found[-1] = replace(found[-1], saved=())
-        for number, n in enumerate(targets):
-            rows, _, k = product.dims if product else (0, 0, 0)
-            found.append(_adapter(shape, f"{step.name}.lora", (rows, n, k), ends=lowest, first=not number))
+        rows, n, k = product.dims if product else (0, 0, 0)
+        targets = [own for name, own in _widths(shape, step.name, n).items() if name in shape.model.lora_targets]
+        own = _frozen(step)
+        found.append(replace(own, backward=(), saved=()) if lowest else own)
+        alone = not found[-1].saved  # whether the target keeps no input
+        for number, width in enumerate(targets):
+            name, sizes = f"{step.name}.lora", (rows, width, k)
+            found.append(_adapter(shape, name, sizes, ends=lowest, keeps=alone and not number))
         lowest = lowest and not targets
     return tuple(found)
 
@@ -62,57 +62,39 @@ def _widths(shape: RankShape, name: str, n: int) -> dict[str, int]:
     }.get(name, {})
 
 
-def _adapter(shape: RankShape, name: str, sizes: tuple[int, int, int], *, ends: bool, first: bool) -> Step:
+def _adapter(shape: RankShape, name: str, sizes: tuple[int, int, int], *, ends: bool, keeps: bool) -> Step:
     """An adapter: its input's dropout, two products, the scale and the sum.
 
     ``sizes``: rows, outputs and inputs of the target on this rank; ``ends``: whether its input needs no gradient;
-    ``first``: whether no other adapter has the same target.
+    ``keeps``: whether nothing else keeps its input.
     """
     (rows, n, k), rank, tp = sizes, shape.model.lora_rank, shape.tp.size
-    by_rows, size = name.removesuffix(".lora") in _ROWS, shape.dtype_bytes
+    by_rows, together, size = name.removesuffix(".lora") in _ROWS, shape.sequence_parallel, shape.dtype_bytes
     inner, outer = (rank, n // tp) if by_rows else (rank // tp, n)
-    own = shape.local(rows) if by_rows else rows  # rows of what the target returns
-    drops = shape.model.lora_dropout > 0
-    narrow: list[Item] = []
-    total: list[Item] = []
-    wide: list[Item] = []
-    whole: list[Item] = []
-    if tp > 1:
-        narrow = [shape.tp_comm("all_reduce" if by_rows else "all_gather", rows * rank * size)]
-        total = [shape.tp_comm("all_reduce", rows * rank * size)]
-        if by_rows and shape.sequence_parallel:
-            wide = [shape.tp_comm("all_to_all", rows * outer * size)]
-        elif by_rows:
-            wide = [shape.tp_comm("all_gather", rows * n * size)]
-        elif not shape.sequence_parallel:  # else it is part of the sum after the target's own gradient
-            whole = [shape.tp_comm("all_reduce", rows * k * size)]
+
+    def sent(kind: str, numel: int) -> tuple[Item, ...]:
+        return (shape.tp_comm(kind, numel * size),) if tp > 1 else ()
+
+    wide = sent("all_to_all", rows * outer) if together else sent("all_gather", rows * n)
+    wide, back = (wide, wide if together else ()) if by_rows else ((), ())  # each rank has the whole gradient, or asks
+    # Of the target's own gradient, with which this one is summed where that comes later.
+    whole = () if by_rows or together else sent("all_reduce", rows * k)
+    masked = (shape.op("dropout", rows * k),), (shape.op("dropout_backward", rows * k),)
+    drop, undrop = masked if shape.model.lora_dropout else ((), ())
     scale = shape.op("elementwise", rows * outer)
-    back = [
-        *(wide if shape.sequence_parallel else []),  # the gradient of gathered columns is there on every rank
-        scale,
-        shape.op("linear_dgrad", rows, outer, rank),
-        *total,
-    ]
-    onward = [
-        shape.op("linear_dgrad", rows, inner, k),
-        *whole,
-        *([shape.op("dropout_backward", rows * k)] if drops else []),
-        shape.op("add", rows * k),
-    ]
-    taken = (Saved(rows * k), Saved(rows * k * size)) if drops else (Saved(rows * k * size),) if first else ()
+    narrow = sent("all_reduce" if by_rows else "all_gather", rows * rank)
+    thin, wider = shape.op("linear", rows, inner, k), shape.op("linear", rows, outer, rank)
+    total = shape.local(rows) if by_rows else rows
+    forward = (*drop, thin, *narrow, wider, scale, *wide, shape.op("add", total * n))
+    backward = (*back, scale, shape.op("linear_dgrad", *wider.dims), *sent("all_reduce", rows * rank))
+    onward = (shape.op("linear_dgrad", *thin.dims), *whole, *undrop, shape.op("add", rows * k))
+    kept = (Saved(rows * k),) if drop else ()
+    kept += (Saved(rows * k * size),) if drop or keeps else ()
     return Step(
         name,
-        (
-            *([shape.op("dropout", rows * k)] if drops else []),
-            shape.op("linear", rows, inner, k),
-            *narrow,
-            shape.op("linear", rows, outer, rank),
-            scale,
-            *wide,
-            shape.op("add", own * n),
-        ),
-        (*back, *(() if ends else onward)),
-        (shape.op("linear_wgrad", rows, outer, rank), shape.op("linear_wgrad", rows, inner, k)),
+        forward,
+        backward if ends else backward + onward,
+        (shape.op("linear_wgrad", *wider.dims), shape.op("linear_wgrad", *thin.dims)),
         (outer * rank, inner * k),
-        saved=(*taken, Saved(rows * rank * size)),
+        saved=(*kept, Saved(rows * rank * size)),
     )

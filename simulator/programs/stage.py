@@ -60,27 +60,23 @@ class Unit:
     @property
     def tensors(self) -> Tensors:
         """Elements of a block's parameter tensors, of others and of experts, in the order in which gradients arrive."""
-        return _tensors(self.block)[0]
+        known = _TENSORS.get(id(self.block))
+        if known is None:
+            found: tuple[list[int], list[int]] = ([], [])
+            for step in reversed(self.block):
+                found[step.expert].extend(step.parameters)
+            _TENSORS[id(self.block)] = known = (self.block, (tuple(found[0]), tuple(found[1])))
+        return known[1]
 
     @property
     def held(self) -> Tensors:
         """The same with those that are frozen."""
-        return _tensors(self.block)[1]
+        frozen = ([n for step in self.block if step.expert == expert for n in step.frozen] for expert in (False, True))
+        others, experts = (own + tuple(more) for own, more in zip(self.tensors, frozen, strict=True))
+        return others, experts
 
 
-_TENSORS: Memo[int, tuple[Block, tuple[Tensors, Tensors]]] = Memo("tensors of blocks", 20_000)
-
-
-def _tensors(block: Block) -> tuple[Tensors, Tensors]:
-    """``Unit.tensors`` and ``Unit.held`` of a block."""
-    known = _TENSORS.get(id(block))
-    if known is None:
-        trained, held = ([[n for step in reversed(block) if step.expert == expert
-                           for n in step.parameters + step.frozen * whole] for expert in (False, True)]
-                         for whole in (False, True))  # fmt: skip
-        both = (tuple(trained[0]), tuple(trained[1])), (tuple(held[0]), tuple(held[1]))
-        _TENSORS[id(block)] = known = (block, both)
-    return known[1]
+_TENSORS: Memo[int, tuple[Block, Tensors]] = Memo("tensors of blocks", 20_000)
 
 
 @cached(4096)
@@ -207,11 +203,9 @@ def _segment(shape: RankShape, part: PartShape, call: Call) -> Segment:
         if slot.what == "run":
             return passages[slot.unit]
         whole = replicas.fully_sharded and slot.what.removesuffix(TWICE) in GATHERS
-        tensors = units[slot.unit].held if whole else units[slot.unit].tensors
-        if slot.unit == ROOT:
-            roots = [u.held if whole else u.tensors for u in reversed(units) if u.root]
-            others, experts = zip(*roots, strict=True)
-            tensors = tuple(chain(*others)), tuple(chain(*experts))
+        own = [u for u in reversed(units) if u.root] if slot.unit == ROOT else [units[slot.unit]]
+        others, experts = zip(*[u.held if whole else u.tensors for u in own], strict=True)
+        tensors = tuple(chain(*others)), tuple(chain(*experts))
         return _replica_work((slot.what, slot.expert, slot.second), tensors, dtypes, replicas)
 
     return plan.filled(work)
