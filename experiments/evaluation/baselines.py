@@ -93,11 +93,8 @@ def baseline_figures(rows: Sequence[Scored], predictor_of: PredictorOf, names: S
     """
 
     def seconds_of(name: str, row: Scored) -> float | None:
-        asked = (
-            error_metrics.without_source(predictor_of(row.job.cluster.hardware), row.row.source)
-            if name == ANALYTIC
-            else None
-        )
+        taught = predictor_of(row.job.cluster.hardware) if name == ANALYTIC else None
+        asked = error_metrics.without_source(taught, row.row.source)
         with suppress(JobError, PredictorError):  # it says nothing
             found = predict(row.job, asked or ROOFLINE, software=row.row.software)
             return sum(closed_form(found.simulation).values()) if name == ANALYTIC else found.iteration_time_s

@@ -21,12 +21,12 @@ _ROWS = ("out", "cross_out", "down", "fc2")  # row-parallel linears
 
 
 def adapted(shape: RankShape, block: Block, *, lowest: bool = False) -> Block:
-    """A block with frozen parameters and an adapter beside each target.
+    """A block with frozen parameters and an adapter beside each target; of a model without adapters the block itself.
 
     ``lowest``: whether nothing before the block is trained, so that no gradient goes beyond its first adapter.
     """
     found: list[Step] = []
-    for step in block:
+    for step in block if shape.model.lora_rank else ():
         product = next((item for item in step.forward if isinstance(item, Op) and item.kind == "linear"), None)
         rows, n, k = product.dims if product else (0, 0, 0)
         targets = [own for name, own in _widths(shape, step.name, n).items() if name in shape.model.lora_targets]
@@ -37,7 +37,7 @@ def adapted(shape: RankShape, block: Block, *, lowest: bool = False) -> Block:
             name, sizes = f"{step.name}.lora", (rows, width, k)
             found.append(_adapter(shape, name, sizes, ends=lowest, keeps=alone and not number))
         lowest = lowest and not targets
-    return tuple(found)
+    return tuple(found) if shape.model.lora_rank else block
 
 
 def _frozen(step: Step) -> Step:

@@ -428,22 +428,18 @@ def layer_kinds(model: ModelSpec) -> LayerKinds:
 @cached(4096)
 def embedding_block(shape: RankShape, shared: bool = False) -> Block:
     """Blocks before the first layer."""
-    block = _block(shape.model.family, "embedding", shape, shared)
-    return adapted(shape, block, lowest=True) if shape.model.lora_rank else block
+    return adapted(shape, _block(shape.model.family, "embedding", shape, shared), lowest=True)
 
 
 @cached(4096)
 def layer_block(shape: RankShape, kind: str) -> Block:
     """One layer; some modules are recomputed, or its kept activations are offloaded, if the job says so."""
-    block = _block(shape.model.family, "layer", shape, kind.removeprefix(LOWEST))
-    if shape.model.lora_rank:
-        block = adapted(shape, block, lowest=kind.startswith(LOWEST))
-    block = recomputed(block, shape.recompute_modules)
+    own = _block(shape.model.family, "layer", shape, kind.removeprefix(LOWEST))
+    block = recomputed(adapted(shape, own, lowest=kind.startswith(LOWEST)), shape.recompute_modules)
     return offloaded(block, shape.dtype, shape.offload_share) if shape.offload_share else block
 
 
 @cached(4096)
 def head_block(shape: RankShape, shared: bool = False) -> Block:
     """Blocks after the last layer."""
-    block = _block(shape.model.family, "head", shape, shared)
-    return adapted(shape, block) if shape.model.lora_rank else block
+    return adapted(shape, _block(shape.model.family, "head", shape, shared))

@@ -55,6 +55,10 @@ class BlockMemory:
     gathered: float = 0.0
 
 
+_PARAMETERS = ("parameters", "frozen")
+_SUMS = ("numel", "expert_numel", "frozen", "expert_frozen", "deferred", "output_gradients")  # over blocks of a part
+
+
 @cached(4096)
 def layer_memory(shape: RankShape, kind: str, recompute: str, gradients: Gradients) -> BlockMemory:
     passes = find_family(shape.model.family).boundary_bytes(shape, 0)
@@ -101,11 +105,10 @@ def block_memory(
         here = there + needs + beside_bytes
         first = max(first, here + (made if gradients.whole_blocks else grown))
         backward = max(backward, here + made)
+    others, experts = ([step for step in block if step.expert == expert] for expert in (False, True))
+    sizes = [sum(sum(getattr(step, name)) for step in own) for name in _PARAMETERS for own in (others, experts)]
     return BlockMemory(
-        numel=sum(sum(step.parameters) for step in block if not step.expert),
-        expert_numel=sum(sum(step.parameters) for step in block if step.expert),
-        frozen=sum(sum(step.frozen) for step in block if not step.expert),
-        expert_frozen=sum(sum(step.frozen) for step in block if step.expert),
+        *sizes,
         kept=kept,
         deferred=sum(
             size + _output_gradients(step) for step, size in zip(block, saved, strict=True) if _products(step)
@@ -250,13 +253,8 @@ def part_memory(shape: RankShape, part: PartShape, execution: PartExecution) -> 
         under_way = max(under_way, reduced)
         grown += run.times * block.grown
     return BlockMemory(
-        numel=sum(run.times * run.block.numel for run in runs),
-        expert_numel=sum(run.times * run.block.expert_numel for run in runs),
-        frozen=sum(run.times * run.block.frozen for run in runs),
-        expert_frozen=sum(run.times * run.block.expert_frozen for run in runs),
+        **{name: sum(run.times * getattr(run.block, name) for run in runs) for name in _SUMS},
         kept=kept,
-        deferred=sum(run.times * run.block.deferred for run in runs),
-        output_gradients=sum(run.times * run.block.output_gradients for run in runs),
         weight=max((run.block.weight for run in runs), default=0.0),
         grown=grown,
         forward=forward + resident,
