@@ -106,3 +106,22 @@ def test_models_and_strategies_that_do_not_go_together(
 )
 def test_what_goes_together(model: dict[str, Any], parallel: dict[str, Any]) -> None:
     assert job(model, **parallel).parallel.dp >= 1
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ({"lora_rank": 8}, "adapters of transformers have model.lora_rank > 0"),
+        ({"lora_targets": ["qkv"]}, "adapters of transformers have model.lora_rank > 0"),
+        ({"lora_rank": 8, "lora_targets": ["qkv"], "lora_dropout": 1.0}, r"a lora_dropout in \[0, 1\)"),
+        ({"lora_rank": 8, "lora_targets": ["qkv", "q"]}, "'q' is part of another one"),
+        ({"lora_rank": 8, "lora_targets": ["fc1"], **MIXTURE}, "'fc1' is not in this model"),
+        ({"lora_rank": 8, "lora_targets": ["up"], "gated_mlp": False}, "'up' is not in this model"),
+        ({"lora_rank": 8, "lora_targets": ["qkv"], **LATENT}, "'qkv' is not in this model"),
+        ({"lora_rank": 8, "lora_targets": ["query"]}, "model.lora_targets must be one of qkv"),
+        ({"lora_rank": 9, "lora_targets": ["qkv"]}, "parallel.tp must divide model.lora_rank, got 9 % 2 = 1"),
+    ],
+)
+def test_adapters_that_do_not_go_with_the_model(model: dict[str, Any], text: str) -> None:
+    with pytest.raises(JobError, match=text):
+        job(model, tp=2)

@@ -51,3 +51,56 @@ def test_a_larger_batch_takes_longer(tmp_path: Path) -> None:
     path.write_text(HEADER + "".join(rows))
     small, large = (row.predicted_s for row in evaluate(path).scored)
     assert small < large < 2.1 * small
+
+
+LORA = (
+    "round,org,benchmark,accelerator,gpus_per_node,nodes,gpus,framework,layers,hidden,ffn,heads,kv_heads,vocab,seq,"
+    "family,global_batch,tp,pp,cp,vp,micro_batch,dp,precision,tp_overlap,recompute,step_s,tokens_per_s_per_gpu\n"
+    "v4.1,me,llama2_70b_lora,NVIDIA H100-SXM5-80GB,8,8,64,PyTorch,80,8192,28672,64,8,32000,8192,llama-lora,8,4,1,2,0,"
+    "1,8,bf16?,0,,0.55,1850\n"
+    "v4.0,me,llama2_70b_lora,NVIDIA H100-SXM5-80GB,8,8,64,PyTorch,80,8192,28672,64,8,32000,8192,llama-lora,8,4,1,2,0,"
+    "1,8,fp8,True,,0.63,1600\n"
+    "v5.1,me,llama2_70b_lora,AMD Instinct MI325X 256GB HBM3E DLC,8,1,8,ROCm,80,8192,28672,64,8,32000,8192,llama-lora,8,"
+    "1,1,1,0,1,8,fp8,False,,2.9,2800\n"
+)
+
+
+def test_rows_of_mlperf_lora_are_jobs(tmp_path: Path) -> None:
+    """Adapters, precision and overlap are those of the reference and of the submitted configurations."""
+    path = tmp_path / "runs.csv"
+    path.write_text(LORA)
+    later, first, amd = (jobs_of(row)[0].job for row in read_runs_table(path))
+    for job in (later, first, amd):
+        assert (job.model.lora_rank, job.model.lora_targets, job.model.lora_dropout) == (16, ("qkv", "proj"), 0.1)
+        assert job.batch.precision == "fp8" and job.batch.fp8_activations and job.framework == "nemo"
+        assert job.parallel.zero_stage == 1 and not job.parallel.overlap_grad_reduce
+    assert [job.batch.fp8_attention for job in (later, first, amd)] == [True, False, False]
+    assert [job.parallel.overlap_tp for job in (later, first)] == ["", "split"]
+    assert (later.execution.date, first.execution.date) == ("2024-10", "2024-05")
+    assert amd.cluster.hardware == "mi325x-256gb"
+
+
+SCHEDULES = "kind,model,hardware,gpus,strategy,pp,vpp,schedule,tokens_s_device\n"
+SCHEDULED = "schedule comparison,Llama2-7B,MI300X,8,PP8,8,{vpp},{schedule},10000\n"
+
+
+def test_rows_of_schedules_are_jobs(tmp_path: Path) -> None:
+    """Tokens per second and device are an iteration time; a schedule that jobs do not have is told."""
+    path = tmp_path / "runs.csv"
+    words = [(1, "1f1b"), (2, "1f1b-interleaved(vpp2)"), (2, "zbb"), (2, "zbv"), (2, "v-half")]
+    path.write_text(SCHEDULES + "".join(SCHEDULED.format(vpp=vpp, schedule=word) for vpp, word in words))
+    result = evaluate(path)
+    found = [(row.job.parallel.schedule, row.job.parallel.virtual_stages) for row in result.scored]
+    assert found == [("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("zbv", 2)]
+    assert result.scored[0].measured_s == pytest.approx(32 * 4096 / (8 * 10000))
+    (why,) = result.skipped
+    assert why.startswith("parallel.schedule must be one of")
+
+
+def test_a_table_without_sizes_and_sharding_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text("chip,model,chips,gbs,seq,precision,step_s,source\nTPU v5p,llama3-8b,64,64,8192,bf16,1.0,recipes\n")
+    with pytest.raises(
+        TableError, match=r"lacks framework, family, layers, hidden, micro_batch, and states no sharding"
+    ):
+        read_runs_table(path)
