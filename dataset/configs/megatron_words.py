@@ -71,7 +71,9 @@ def read_arguments(file: ConfigFile, draft: Draft) -> None:
 
 def read_yaml(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from Megatron-Core's YAML: the innermost name of each value counts, whatever its table."""
-    places = ((place, value, *canonical(place.rpartition(".")[2], value)) for place, value in flat(file.tables).items())
+    settings = flat(file.tables).items()
+    places = ((place, value, *(_adapters(place, value) or canonical(place.rpartition(".")[2], value)))
+              for place, value in settings)  # fmt: skip
     read_megatron(_reading(draft, (found for found in places if found[3] is not None)))
 
 
@@ -83,6 +85,15 @@ def read_bridge(file: ConfigFile, draft: Draft) -> None:
     draft.framework = "nemo"
     tables = {name: table for name, table in file.tables.items() if name != "mixed_precision"}
     read_yaml(ConfigFile(file.path, {**tables, "mixed_precision": file.tables.get("mixed_precision")}), draft)
+
+
+def _adapters(place: str, value: Any) -> tuple[str, Any] | None:
+    """A setting of LoRA in NeMo's or Megatron-Bridge's files, its targets by a job's words; None: it is another one."""
+    known = facts()["lora"]
+    name = known["names"].get(place)
+    if name in ("lora_targets", "adapter_targets") and isinstance(value, list):
+        value = [target for word in value for target in known["targets"].get(word, str(word)).split()]
+    return (name, value) if name else None
 
 
 def _reading(draft: Draft, found: Iterable[_Found]) -> Reading:
@@ -228,6 +239,8 @@ def _nemo_setting(key: str, value: Any) -> tuple[str, Any]:
     if key == "trainer.precision":
         half = {"bf16": "bf16", "16": "fp16"}.get(str(value).split("-")[0], "")
         return (half, True) if half else (f":{key}", value)
+    if adapters := _adapters(key, value):
+        return adapters
     if key in facts()["nemo"]["names"]:
         return facts()["nemo"]["names"][key], value
     if key.startswith(("model.encoder.", "model.decoder.")):  # of T5, whose other sizes are those of the encoder

@@ -355,6 +355,32 @@ def test_nemo(tmp_path: Path) -> None:
     assert (job.model.layers, job.model.seq_len, job.framework) == (24, 2048, "nemo")
 
 
+LORA_OF_NEMO = """\
+  peft:
+    peft_scheme: {scheme}
+    lora_tuning: {{adapter_dim: 16, adapter_dropout: 0.1, target_modules: [attention_qkv, attention_dense]}}
+"""
+
+
+@pytest.mark.parametrize(("scheme", "rank"), [("lora", 16), ("adapter", 0), ("null", 0)])
+def test_nemo_states_adapters(scheme: str, rank: int, tmp_path: Path) -> None:
+    """The table of LoRA counts where it is the scheme."""
+    found = read(tmp_path, {"megatron_gpt_config.yaml": NEMO + LORA_OF_NEMO.format(scheme=scheme)})
+    model = found.job.model
+    assert (model.lora_rank, model.lora_dropout) == (rank, 0.1 if rank else 0.0)
+    assert model.lora_targets == (("qkv", "proj") if rank else ())
+    assert any("adapter_dim" in text for text in found.ignored) == (rank == 0)
+
+
+def test_megatron_bridge_states_adapters(tmp_path: Path) -> None:
+    peft = (
+        "peft: {dim: 32, alpha: 32, dropout: 0.0, target_modules: [linear_qkv, linear_proj, linear_fc1, linear_fc2]}\n"
+    )
+    found = read(tmp_path, {"run.yaml": BRIDGE + peft})
+    assert found.job.model.lora_targets == ("qkv", "proj", "fc1", "fc2")
+    assert found.job.model.lora_rank == 32 and any("peft.alpha" in text for text in found.ignored)
+
+
 _SYNC = "overlap_grad_sync: true, overlap_param_sync: true, bucket_cap_mb: 75, ddp_bucket_size: null"
 
 
