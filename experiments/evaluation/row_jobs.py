@@ -191,13 +191,8 @@ def jobs_of(row: Row) -> list[PublishedJob]:
 
 def _job(row: Row, framework: Framework) -> Job:
     parallel, model = _parallel(row, framework), _model(row)
-    start, recipes, dropout = TOLD["dropout"]
-    if framework.name == "nemo" and plain_name(row).startswith(start) and re.search(recipes, row.software):
-        model["dropout"] = dropout
-    for start, device, kind, layers in TOLD["offloaded"] if "megatron-fsdp" in row.text("zero_stage") else ():
-        words = row.text("hardware").lower(), row.text("precision").lower(), parallel["recompute"]
-        if plain_name(row).startswith(start) and device in words[0] and kind in words[1] and words[2] == "none":
-            parallel |= {"offload_activations": True, "offload_layers": layers}
+    if (layers := row.whole("offload_layers")) and parallel["recompute"] == "none":
+        parallel |= {"offload_activations": True, "offload_layers": layers}
     if model.get("experts"):
         parallel["expert_tp"] = 0 if parallel["dp"] * parallel["cp"] % parallel["ep"] == 0 else 1
     batch: dict[str, Any] = {key: row.known(key) for key in ("micro_batch", "global_batch")}
@@ -212,8 +207,7 @@ def _job(row: Row, framework: Framework) -> Job:
 
 def tables_named(row: Row) -> str:
     """The embedding tables of a row's model, by name or as a file; empty: it has none."""
-    named = row.text("tables")
-    return "" if row.text("family") not in ("", "dlrm") else str(TOLD["tables"].get(named, named))
+    return "" if row.text("family") not in ("", "dlrm") else row.text("tables")
 
 
 def _table_job(row: Row, framework: Framework) -> Job:
@@ -297,14 +291,12 @@ def _model(row: Row) -> dict[str, Any]:
     if rank := row.whole("lora_rank"):
         targets = re.split(r"[ ,]+", row.text("lora_targets"))
         model |= {"lora_rank": rank, "lora_targets": targets, "lora_dropout": row.real("lora_dropout") or 0.0}
+    model |= {"dropout": dropout} if (dropout := row.real("dropout")) else {}
     return {**model, **by_model(row, TOLD["models"], {}), "vocab": _vocab(row)}
 
 
 def _vocab(row: Row) -> int:
     """The vocabulary, 0 if it is unknown."""
-    model, recipes, tokens = TOLD["tokens"]
-    if plain_name(row).startswith(model) and re.search(recipes, row.software):
-        return int(tokens)
     return row.whole("vocab") or int(by_model(row, TOLD["models"], {}).get("vocab", 0))
 
 
@@ -328,7 +320,6 @@ def _parallel(row: Row, framework: Framework) -> dict[str, Any]:
         each = (layers + 2) // parts
         stage_layers = [each - 1, *[each] * (parts - 2), each - 1]
     text = (row.text("recompute") or framework.recompute).lower()
-    text = TOLD["recompute"].get(text, text)
     found = re.match(rf"({'|'.join(RECOMPUTE)})(?![a-z0-9/])", text)  # with any remark after it
     sharding = _sharding(row, framework, degrees["dp"])
     if found is None:

@@ -122,6 +122,13 @@ class Row:
     wrong: str = ""  # why none of its cells can be read
     unread: tuple[str, ...] = ()  # the table's columns that no row is read from
 
+    def __post_init__(self) -> None:
+        """Fill in cells that the source of its table states elsewhere (``published_rows.toml``)."""
+        for told in _CELLS:
+            named = {**self.cells, "plain_name": plain_name(self)}
+            if all(re.search(words, named.get(name) or "", re.IGNORECASE) for name, words in told["when"].items()):
+                object.__setattr__(self, "cells", {**self.cells, **told["set"]})
+
     def text(self, key: str) -> str:
         """A cell, or an empty string if it is unknown."""
         if self.wrong and key in _ASKED_FIRST:
@@ -229,21 +236,13 @@ def read_runs_table(path: Path) -> list[Row]:
                     with suppress(ValueError):  # other text stays as it is, and its reader refuses it
                         cells[name] = repr(float(cells[name]) * factor)
             numbered = cells if (cells.get("row_id") or "").strip() else {**cells, "row_id": str(reader.line_num)}
-            rows.append(Row(_told(numbered), unread=unread))
+            rows.append(Row(numbered, unread=unread))
         _check_columns({*names}.union(*(row.cells for row in rows)))
     except TableError as error:
         raise TableError(f"{path}: {error}") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TableError(f"cannot read runs from {path}: {reason(error)}") from None
     return rows
-
-
-def _told(cells: dict[str, str]) -> dict[str, str]:
-    """Cells of a row, with those that the source of its table states elsewhere (``published_rows.toml``)."""
-    for told in _CELLS:
-        if all(re.search(words, cells.get(name) or "") for name, words in told["when"].items()):
-            cells = {**cells, **told["set"]}
-    return cells
 
 
 def _check_columns(there: Collection[str]) -> None:
@@ -258,7 +257,7 @@ def _check_columns(there: Collection[str]) -> None:
 
 
 def plain_name(row: Row) -> str:
-    return re.sub("[^a-z0-9]", "", row.text("model_name").lower())
+    return re.sub("[^a-z0-9]", "", (row.cells.get("model_name") or "").lower())
 
 
 DEGREES = ("tp", "pp", "vp", "ep", "micro_batch")
