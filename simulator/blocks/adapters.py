@@ -88,13 +88,12 @@ def _adapter(shape: RankShape, name: str, sizes: tuple[int, int, int], *, ends: 
     forward = (*drop, thin, *narrow, wider, scale, *wide, shape.op("add", total * n))
     backward = (*back, scale, shape.op("linear_dgrad", *wider.dims), *sent("all_reduce", rows * rank))
     onward = (shape.op("linear_dgrad", *thin.dims), *whole, *undrop, shape.op("add", rows * k))
-    kept = (Saved(rows * k),) if drop else ()
-    kept += (Saved(rows * k * size),) if drop or keeps else ()
+    mask, taken = [Saved(rows * k)] * bool(drop), [Saved(rows * k * size)] * (bool(drop) or keeps)
     return Step(
         name,
         forward,
         backward if ends else backward + onward,
         (shape.op("linear_wgrad", *wider.dims), shape.op("linear_wgrad", *thin.dims)),
         (outer * rank, inner * k),
-        saved=(*kept, Saved(rows * rank * size)),
+        saved=(*mask, *taken, Saved(rows * rank * size)),
     )

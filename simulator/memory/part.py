@@ -108,7 +108,7 @@ def block_memory(
     others, experts = ([step for step in block if step.expert == expert] for expert in (False, True))
     sizes = [sum(sum(getattr(step, name)) for step in own) for name in _PARAMETERS for own in (others, experts)]
     return BlockMemory(
-        *sizes,
+        **dict(zip(_SUMS[:4], sizes, strict=True)),
         kept=kept,
         deferred=sum(
             size + _output_gradients(step) for step, size in zip(block, saved, strict=True) if _products(step)
