@@ -121,8 +121,6 @@ def framework_of(row: Row) -> Framework:
     bucket = re.search(r"\bbucket_cap_mb=([0-9.]+)", row.text("notes"))
     if bucket and number_in(bucket[1], "bucket_cap_mb") > 0:
         changes["bucket_mbytes"] = float(bucket[1])
-    if framework.name == "paxml":
-        changes["recompute"] = by_model(row, TOLD["paxml"]["recompute"], framework.recompute)
     if "nemo container" in row.software.lower() or "nemo:" in container.lower():  # what recipes do with a mixture
         calls, recipe = frameworks.FRAMEWORKS["nemo"].dispatch_calls, find_recipe(row)
         if framework.overlap_ep and "mxfp8" not in row.text("precision").lower():
