@@ -66,7 +66,7 @@ def read_run(folder: Path, executions: bool = False) -> Trace:
         path, wanted = manifest.folder / name, manifest.digests.get(name)
         if wanted is not None and path.is_file() and (found := hashlib.sha256(read_file(path)).hexdigest()) != wanted:
             raise TraceError(f"a trace must be as it was written: SHA-256 {wanted:.16}…, got {found:.16}… of {path}")
-        place = Placement(rank=rank, devices_per_node=devices, tp=parallel.tp, dp=parallel.dp)
+        place = Placement(rank=rank, devices_per_node=devices, tp=parallel.tp, dp=parallel.dp * parallel.cp)
         trace, graph = read_rank_files(files, manifest.folder, place, executions)
         traces.append(trace)
         graphs.append(graph)

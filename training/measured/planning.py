@@ -190,7 +190,8 @@ def sleeps_of(job: Job, latency: LatencyModel) -> dict[str, Any]:
 
     made: list[list[dict[str, Any]]] = [
         [{"forward": items(step.forward), "backward": items(step.backward), "weight": items(step.weight_grad),
-          "parameters": list(step.parameters), "weight_first": step.weight_grad_first} for step in block]
+          "parameters": list(step.parameters), "weight_first": step.weight_grad_first,
+          **({"expert": True} if step.expert and shape.ep.size > 1 else {})} for step in block]
         for _, block in blocks.values()
     ]  # fmt: skip
     for number, block in enumerate(made):
@@ -230,9 +231,9 @@ def paces(job: Job) -> list[float]:
 def _item(item: Item, seconds: dict[Op, float]) -> list[Any]:
     if isinstance(item, Op):
         return ["op", item.kind, list(item.dims), item.dtype, seconds[item]]
-    if isinstance(item, Comm) and item.stream == "tp" and not item.beside:
-        return ["tp", item.work.kind, item.work.num_bytes]
-    raise CollectError(f"a box runs ops and tensor-parallel collectives, got {item}")
+    if isinstance(item, Comm) and not item.beside:
+        return [item.stream, item.work.kind, item.work.num_bytes]
+    raise CollectError(f"a box runs ops, and collectives that are waited for, got {item}")
 
 
 def box_plan(
@@ -301,7 +302,7 @@ def stand_in_seconds(job: Job, rank: int, latency: LatencyModel) -> float:
     if job.parallel.pp == 1:
         return simulate(job, own).iteration_time_s
     lowered, timer = lower(as_the_harness_runs(job), own.hardware), timer_of(own)
-    stage = rank // (job.parallel.tp * job.parallel.dp)
+    stage = rank // (job.parallel.tp * job.parallel.cp * job.parallel.dp)
     entries, num_peers = stage_alone(lowered.track, stage)
     host = np.zeros((1 + num_peers, 2))  # the peers have arrived already
     host[0] = own.hardware.host_action_s, own.hardware.host_message_s

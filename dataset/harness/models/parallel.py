@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import tempfile
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -37,7 +37,8 @@ from ..plan.plan_checks import num_micro_batches, world_size
 from .torch_parts import CrossEntropy
 from .transformer import Stage, shape_of, token_rows
 
-AXES = ("pp", "dp", "tp")
+AXES = ("pp", "dp", "tp")  # of the mesh, where context-parallel ranks are replicas too
+WITHIN_DP = ("cp", "ep")
 Held = TypeVar("Held", bound=Tensor)
 SINGLE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 MULTI = {
@@ -58,25 +59,28 @@ def device_mesh(device: str, pp: int, dp: int, tp: int) -> DeviceMesh:
 
 
 @lru_cache(maxsize=64)
-def stages_group(device: str, **degrees: int) -> Any:
-    """This rank's pipeline in the mesh of these degrees, as a group for messages between its stages."""
-    mesh = device_mesh(device, **degrees)
-    with cores.any_core(messages=True):
-        lines = mesh.mesh.flatten(1).T.tolist()
+def own_group(device: str, axis: str, size: int, **degrees: int) -> Any:
+    """This rank's group in the mesh of these degrees: its pipeline, for messages between its stages, or the neighbours
+    among its replicas that share sequences (``cp``) or experts (``ep``).
+    """
+    mesh = device_mesh(device, **degrees).mesh
+    with cores.any_core(messages=axis == "pp"):
+        rows = mesh.flatten(1).T if axis == "pp" else mesh.unflatten(1, (-1, size)).movedim(2, -1).reshape(-1, size)
+        lines = rows.tolist()
         groups = [dist.new_group(line) for line in lines]
     return next(group for line, group in zip(lines, groups, strict=True) if dist.get_rank() in line)
 
 
-def end_groups(mesh: DeviceMesh | None, stages: Any = None) -> None:
-    """End the process groups of a run: its mesh's, and ``stages_group``.
+def end_groups(mesh: DeviceMesh | None, others: Iterable[Any] = ()) -> None:
+    """End the process groups of a run: its mesh's, and the others.
 
     Gloo's threads of each wake a hundred times a second.  Those of forty runs together, on eight ranks, kept two cores
     busy a fifth of the time.
     """
     gc.collect()  # what a run's models hold of them
     device_mesh.cache_clear()
-    stages_group.cache_clear()
-    groups = {id(group): group for group in [*(mesh.get_all_groups() if mesh else ()), stages]}
+    own_group.cache_clear()
+    groups = {id(group): group for group in [*(mesh.get_all_groups() if mesh else ()), *others]}
     for group in groups.values():
         if group not in (None, dist.group.WORLD):
             dist.destroy_process_group(group)
@@ -94,11 +98,14 @@ class ParallelTraining:
     def __init__(self, job: dict[str, Any], device: torch.device) -> None:
         self.job, self.device = job, device
         self.num_micro_batches = num_micro_batches(job)
-        self.degrees = degrees = {axis: job["parallel"][axis] for axis in AXES}
+        own = {axis: job["parallel"].get(axis, 1) for axis in (*AXES, *WITHIN_DP)}
+        self.degrees = degrees = {"pp": own["pp"], "dp": own["dp"] * own["cp"], "tp": own["tp"]}
         self.mesh = mesh = device_mesh(device.type, **degrees) if world_size(job) > 1 else None
         self.groups: dict[str, Any] = {
             axis: mesh.get_group(axis) if mesh and degrees[axis] > 1 else None for axis in AXES
         }
+        for axis in WITHIN_DP:
+            self.groups[axis] = own_group(device.type, axis, own[axis], **degrees) if own[axis] > 1 else None
         self.stage_index = self.place("pp")
         self.sharded = job["parallel"]["zero_stage"] == 3 and degrees["dp"] > 1
         self.num_parts = degrees["pp"] * job["parallel"]["virtual_stages"]
@@ -124,13 +131,15 @@ class ParallelTraining:
 
         With ZeRO-1 and -2 and in a pipeline it stays as it is: see ``Bucket`` and ``all_reduce_gradients``.
         """
-        group, parallel = self.groups["dp"], self.job["parallel"]
+        group, parallel, unshared = self.groups["dp"], self.job["parallel"], part.unshared()
         if self.sharded and self.mesh is not None:
             for module in (*part.wrapped, part):
-                fully_shard(module, mesh=self.mesh["dp"], mp_policy=part.precision)
+                own = set(unshared.values())
+                fully_shard(module, mesh=self.mesh["dp"], mp_policy=part.precision, ignored_params=own)
         if group is None or self.reduces_last or parallel["zero_stage"]:
             return part
         bucket = parallel["bucket_mbytes"]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(part, list(unshared))
         return DistributedDataParallel(part, process_group=group, bucket_cap_mb=bucket, gradient_as_bucket_view=True)
 
     @property
@@ -142,10 +151,15 @@ class ParallelTraining:
 
     def all_reduce_gradients(self) -> None:
         """Sum the gradients of replicas in buckets, if nothing has summed them yet."""
-        parameters = reversed(list(self.model.parameters())) if self.reduces_last else ()
+        parameters = reversed(self.shared_parameters()) if self.reduces_last else ()
         gradients = [p.grad for p in parameters if p.grad is not None]
         for bucket in in_buckets(gradients, self.job["parallel"]["bucket_mbytes"] * 2**20):
             all_reduce_flat(bucket, self.groups["dp"], self.degrees["dp"])
+
+    def shared_parameters(self) -> list[nn.Parameter]:
+        """Parameters that replicas share."""
+        own = {id(each) for part in self.parts.values() for each in part.unshared().values()}
+        return [each for each in self.model.parameters() if id(each) not in own]
 
     def _schedule(self, shapes: Callable[[int], tuple[Tensor, Tensor]], table: str) -> Any:
         stages = []
@@ -219,15 +233,16 @@ class Training(ParallelTraining):
     def __init__(self, job: dict[str, Any], device: torch.device, table: str = "") -> None:
         super().__init__(job, device)
         annotate.name_groups(self.groups)
-        self.shape = shape_of(job, device, self.groups["tp"])
+        self.shape = shape_of(job, device, self.groups)
         self.assemble({n: Stage(self.shape, n, self.num_parts) for n in self.part_numbers}, self._shapes, table)
-        parameters = list(self.model.parameters())
+        parameters, replicated = list(self.model.parameters()), self.shared_parameters()
         parallel, group = job["parallel"], self.groups["dp"]
         zero = parallel["zero_stage"] if group is not None else 0
         passes = 1 if zero == 2 else self.num_micro_batches if parallel.get("overlap_grad_reduce", True) else 0
-        shared = in_buckets(parameters[::-1], parallel["bucket_mbytes"] * 2**20) if zero in (1, 2) else ()
+        shared = in_buckets(replicated[::-1], parallel["bucket_mbytes"] * 2**20) if zero in (1, 2) else ()
         self.buckets = [Bucket(each, group, passes) for each in shared]  # in the order in which their gradients come
-        self.updated = [bucket.shard for bucket in self.buckets] or parameters
+        own = [each for part in self.parts.values() for each in part.unshared().values()]
+        self.updated = [*[bucket.shard for bucket in self.buckets], *own] if self.buckets else parameters
         self.optimizer = torch.optim.AdamW(self.updated, lr=1e-4, fused=True)
         self._adamw_dims = (sum(_local(p).numel() for p in self.updated), len(parameters))
         self.tokens, self.targets = self._data()
@@ -240,15 +255,18 @@ class Training(ParallelTraining):
         return hidden if number else tokens, hidden if number < self.num_parts - 1 else logits
 
     def _data(self) -> tuple[Tensor, Tensor]:
-        """This replica's ``tokens`` and ``targets``, each ``[num_micro_batches * micro_batch, seq_len]``.
+        """This rank's ``tokens`` and ``targets``, each ``[num_micro_batches * micro_batch, seq_len]``.
 
         An encoder's tokens come before the decoder's, and then the micro-batch is the last dimension (``token_rows``).
         """
         model, generator = self.job["model"], torch.Generator().manual_seed(20)
         sizes = self.job["batch"]["global_batch"], model["seq_len"] + model.get("encoder_seq_len", 0) + 1
         tokens = torch.randint(model["vocab"], sizes, generator=generator)
-        mine = tokens.chunk(self.job["parallel"]["dp"])[self.place("dp")].to(self.device)
+        parallel = self.job["parallel"]
+        mine = tokens.chunk(parallel["dp"])[self.place("dp") // parallel.get("cp", 1)].to(self.device)
         first, last = mine[:, :-1].contiguous(), mine[:, -model["seq_len"] :].contiguous()
+        if self.groups["cp"] is not None:
+            first, last = (each[:, self.shape.places] for each in (first, last))
         return token_rows(self.shape, first), token_rows(self.shape, last)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:

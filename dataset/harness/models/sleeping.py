@@ -14,14 +14,15 @@ What to sleep is in the plan: ``sleeps`` of a run, which ``stepsight collect --b
      "paces": [...],                               # per rank: how much slower than said
      "table": ""}                                  # the schedule, as CSV, where torch has no class for it
 
-A step is ``{"forward", "backward", "weight": items, "parameters": [numel], "weight_first": bool}``; an item is
-``["op", kind, dims, dtype, seconds]`` or ``["tp", kind, num_bytes]``.
+A step is ``{"forward", "backward", "weight": items, "parameters": [numel], "weight_first": bool}``, and perhaps
+``"expert": true`` if the parameters are of experts that other ranks do not hold; an item is ``["op", kind, dims, dtype,
+seconds]`` or a collective, ``["tp" | "cp" | "ep", kind, num_bytes]``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -34,9 +35,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from ..base import annotate
-from ..base.collective_calls import Group, all_gather, reduce_scatter
+from ..base.collective_calls import Buffers, Group, collective_call
 from ..ops.input_pool import DTYPES
-from .parallel import ParallelTraining, stages_group
+from .parallel import ParallelTraining, own_group
 
 WARM_UP_PACE = 0.1  # share of the sleeps in uncounted steps: they allocate buffers and open connections
 
@@ -48,9 +49,9 @@ class SleepingTraining(ParallelTraining):
         job, sleeps = run["job"], run["sleeps"]
         super().__init__(job, device)
         if self.degrees["pp"] > 1:
-            self.groups["pp"] = stages_group(device.type, **self.degrees)
+            self.groups["pp"] = own_group(device.type, "pp", self.degrees["pp"], **self.degrees)
         annotate.name_groups(self.groups)
-        self.rank = Rank(self.groups["tp"], sharded=self.sharded)
+        self.rank = Rank(self.groups, sharded=self.sharded)
         self._pace = sleeps["paces"][dist.get_rank()]
         self._optimizer = sleeps["optimizer"][self.stage_index]
         parts = {number: Part(self.rank, sleeps, number) for number in self.part_numbers}
@@ -106,8 +107,8 @@ class Rank:
     than all that is real.  If the parameters are ``sharded``, hooks gather and scatter between blocks.
     """
 
-    def __init__(self, group: Group | None, *, sharded: bool = False) -> None:
-        self.group, self.sharded, self.pace = group, sharded, 1.0
+    def __init__(self, groups: Mapping[str, Group | None], *, sharded: bool = False) -> None:
+        self.groups, self.sharded, self.pace = groups, sharded, 1.0
         self._until = 0.0
         self._buffers: dict[int, Tensor] = {}
 
@@ -141,7 +142,7 @@ class Rank:
                         self.finish()
             else:
                 self.finish()
-                self._collective(item[1], item[2])
+                self._collective(*item)
                 self.begin()
 
     @contextmanager
@@ -152,16 +153,12 @@ class Rank:
             yield
             self.finish()
 
-    def _collective(self, kind: str, num_bytes: int) -> None:
-        assert self.group is not None
-        numel = -(-num_bytes // FP32_BYTES)
+    def _collective(self, axis: str, kind: str, num_bytes: int) -> None:
+        group, numel = self.groups[axis], -(-num_bytes // FP32_BYTES)
+        assert group is not None
         full = self._buffers.setdefault(numel, torch.zeros(numel))
-        if kind == "all_reduce":
-            dist.all_reduce(full, group=self.group)
-        elif kind == "all_gather":
-            all_gather(full, torch.zeros(numel // self.group.size()), self.group)
-        else:
-            reduce_scatter(torch.zeros(numel // self.group.size()), full, self.group)
+        call = collective_call(kind, group.size())
+        call.run(Buffers(full, torch.empty_like(full), torch.zeros(numel // group.size()), [], group))
 
 
 class _Input(torch.autograd.Function):
@@ -212,7 +209,9 @@ class Block(nn.Module):
     def __init__(self, rank: Rank, steps: Sequence[dict[str, Any]]) -> None:
         super().__init__()
         self.rank, self.steps = rank, steps
-        self.weights = nn.ParameterList(torch.zeros(numel) for step in steps for numel in step["parameters"])
+        sizes = [(numel, "expert" in step) for step in steps for numel in step["parameters"]]
+        self.weights = nn.ParameterList(torch.zeros(numel) for numel, _ in sizes)
+        self.of_experts = [place for place, (_, expert) in enumerate(sizes) if expert]
 
     def forward(self, x: Tensor) -> Tensor:
         held, edge, do = iter(self.weights), self.rank.at_edge, self.rank.do
@@ -237,7 +236,13 @@ class Part(nn.Module):
         self.layers = nn.ModuleList(Block(rank, sleeps["blocks"][block]) for block in own)
         self.wrapped = [layer for layer, block in zip(self.layers, own, strict=True) if block not in sleeps["root"]]
         self.precision = MixedPrecisionPolicy()
+        self.has_experts = rank.groups["ep"] is not None
         self.size_in, self.size_out = [1, *sleeps["boundary_numel"], 1][number : number + 2]
+
+    def unshared(self) -> dict[str, nn.Parameter]:
+        """Parameters of this rank alone, by name."""
+        places = {f"layers.{at}.weights.{place}" for at, layer in enumerate(self.layers) for place in layer.of_experts}
+        return {name: each for name, each in self.named_parameters() if self.has_experts and name in places}
 
     def forward(self, x: Tensor) -> Tensor:
         x = cast(Tensor, _Resize.apply(x, 1))

@@ -51,6 +51,16 @@ class Shape:
     main_dtype: torch.dtype
     device: torch.device
     group: Group | None  # tensor-parallel group, None for one rank
+    # cp_group, ep_group: ranks that share each sequence, that share the experts; None for one
+    cp_group: Group | None
+    ep_group: Group | None
+    ring: bool  # whether keys and values go round the former
+    experts: int  # of a layer; 0: none
+    experts_per_token: int
+    expert_ffn: int
+    dense_layers: int
+    moe_every: int
+    loss_share: float  # of a micro-batch
 
     @property
     def head_dim(self) -> int:
@@ -63,6 +73,34 @@ class Shape:
     @property
     def rank(self) -> int:
         return 0 if self.group is None else self.group.rank()
+
+    @property
+    def ep_size(self) -> int:
+        return 1 if self.ep_group is None else self.ep_group.size()
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether this layer of the model has experts."""
+        return self.experts > 0 and layer >= self.dense_layers and (layer - self.dense_layers + 1) % self.moe_every == 0
+
+    def own_places(self, whole: Tensor) -> Tensor:
+        """Rows of this rank's tokens in a table of all places of a sequence, without a copy.
+
+        With context parallelism they are two blocks, ``[2, seq_len / 2, ...]``, from the front and from the back.
+        """
+        if self.cp_group is None:
+            return whole
+        size, rank = self.cp_group.size(), self.cp_group.rank()
+        return whole.unflatten(0, (2 * size, -1))[rank :: 2 * size - 1 - 2 * rank][:2]
+
+    @property
+    def whole_len(self) -> int:
+        """Tokens of a whole sequence, of which this rank has ``seq_len``."""
+        return self.seq_len * (1 if self.cp_group is None else self.cp_group.size())
+
+    @property
+    def places(self) -> Tensor:
+        """Place in its sequence of each of this rank's tokens, ``[seq_len]``."""
+        return self.own_places(torch.arange(self.whole_len, device=self.device)).flatten()
 
     @property
     def has_bias(self) -> bool:
@@ -175,14 +213,15 @@ class Positions(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.weight = parameter(full_weight(shape, "positions", shape.seq_len, shape.hidden))
+        self.weight = parameter(full_weight(shape, "positions", shape.whole_len, shape.hidden))
 
     def forward(self, x: Tensor) -> Tensor:
         rows, seq_len = x.shape[0], self.shape.seq_len
-        weight = composite.cast(self.weight, self.shape.dtype)
+        weight = self.shape.own_places(composite.cast(self.weight, self.shape.dtype))
         first = self.shape.rank * rows if self.shape.sequence_parallel else 0
         if rows % seq_len == 0:  # whole sequences
-            return (x.view(-1, seq_len, x.shape[1]) + weight).view(rows, -1)
+            return (x.view(-1, *weight.shape) + weight).view(rows, -1)
+        weight = weight.flatten(0, -2)
         if seq_len % rows == 0:  # a part of one sequence
             return x + weight.narrow(0, first % seq_len, rows)
         index = torch.arange(first, first + rows, device=x.device).remainder_(seq_len)
@@ -211,7 +250,7 @@ def _reduce(x: Tensor, group: Group) -> Tensor:
 Pass = Callable[[Tensor, Group], Tensor]
 
 
-def _conjugate(name: str, ahead: Pass, back: Pass) -> Any:
+def conjugate(name: str, ahead: Pass, back: Pass) -> Any:
     """The function of autograd that communicates with a group forward and backward."""
 
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -228,10 +267,10 @@ def _conjugate(name: str, ahead: Pass, back: Pass) -> Any:
     return type(name, (torch.autograd.Function,), methods)
 
 
-CopyToRegion = _conjugate("CopyToRegion", lambda x, _: x.view_as(x), _reduce)  # f
-ReduceFromRegion = _conjugate("ReduceFromRegion", _reduce, lambda grad, _: grad)  # g
-GatherRows = _conjugate("GatherRows", _gather_rows, _scatter_rows)  # sequence parallel's f
-ScatterRows = _conjugate("ScatterRows", _scatter_rows, _gather_rows)  # sequence parallel's g
+CopyToRegion = conjugate("CopyToRegion", lambda x, _: x.view_as(x), _reduce)  # f
+ReduceFromRegion = conjugate("ReduceFromRegion", _reduce, lambda grad, _: grad)  # g
+GatherRows = conjugate("GatherRows", _gather_rows, _scatter_rows)  # sequence parallel's f
+ScatterRows = conjugate("ScatterRows", _scatter_rows, _gather_rows)  # sequence parallel's g
 
 
 class BiasedRowLinear(torch.autograd.Function):

@@ -13,6 +13,7 @@ sequences are then one batch of matrices without a copy.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -23,7 +24,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from ..ops import composite
+from ..plan.plan_checks import num_micro_batches
 from . import torch_parts as parts
+from .context import context_attention
+from .mixture import Mixture
 from .torch_parts import Group, Norm, Shape, full_weight, parameter
 
 DTYPES = {  # by precision: of activations, and of parameters
@@ -49,7 +53,8 @@ class Stage(nn.Module):
         else:  # split evenly, earlier stages take the remainder
             each, more = divmod(shape.layers, num_stages)
             first = stage * each + min(stage, more)
-            layers = [Layer(shape, f"layer{index}") for index in range(first, first + each + (stage < more))]
+            numbers = range(first, first + each + (stage < more))
+            layers = [Layer(shape, f"layer{number}", mixture=shape.is_mixture(number)) for number in numbers]
         self.layers = nn.ModuleList(layers)
         self.head: Any = Head(shape) if self.last else None
         if shape.tied_embeddings and self.embedding is not None and self.head is not None:
@@ -58,7 +63,8 @@ class Stage(nn.Module):
         self.precision = MixedPrecisionPolicy(shape.dtype, shape.main_dtype)
         self.beside: tuple[Any, ...] = ()  # what every layer takes; no buffer: DDP and FSDP have no business with it
         if shape.family == "llama":
-            self.beside = (composite.rope_tables(shape.seq_len, shape.head_dim, shape.device, shape.dtype),)
+            tables = composite.rope_tables(shape.whole_len, shape.head_dim, shape.device, shape.dtype)
+            self.beside = (tuple(shape.own_places(table).flatten(0, -3).contiguous() for table in tables),)
 
     def forward(self, x: Tensor) -> Tensor:
         """``tokens`` (see ``Training``) or ``activation[rows, hidden]`` to the same or ``logits[rows, vocab]``."""
@@ -88,6 +94,14 @@ class Stage(nn.Module):
             parameters += [self.head.transform, self.head.transform_bias]
         return parameters
 
+    def unshared(self) -> dict[str, nn.Parameter]:
+        """Parameters of this rank alone, by name: those of experts that each rank has some of."""
+        if self.shape.ep_group is None:
+            return {}
+        prefixes = [f"{name}.{word}." for name, each in self.named_modules() if isinstance(each, Mixture)
+                    for word in ("up", "down")]  # fmt: skip
+        return {name: each for name, each in self.named_parameters() if name.startswith(tuple(prefixes))}
+
 
 def token_rows(shape: Shape, tokens: Tensor) -> Tensor:
     """``tokens[sequences, length]`` so that each micro-batch's, once chunked, are in the order of its rows."""
@@ -96,14 +110,18 @@ def token_rows(shape: Shape, tokens: Tensor) -> Tensor:
     return tokens.unflatten(0, (-1, shape.micro_batch)).transpose(1, 2).reshape(-1, shape.micro_batch)
 
 
-def shape_of(job: dict[str, Any], device: torch.device, group: Group | None) -> Shape:
-    """Shape of a (checked) job's model on this rank."""
+def shape_of(job: dict[str, Any], device: torch.device, groups: Mapping[str, Group | None]) -> Shape:
+    """Shape of a (checked) job's model on this rank, which is in these groups."""
     model, parallel, batch = job["model"], job["parallel"], job["batch"]
     dtype, main_dtype = DTYPES[batch["precision"]]
     own = {each.name: model.get(each.name, 0) for each in fields(Shape)}  # an encoder is optional
     own |= {"micro_batch": batch["micro_batch"], "recompute": parallel["recompute"] == "full"}
-    own |= {"sequence_parallel": parallel["sequence_parallel"] and group is not None}
-    return Shape(**{**own, "dtype": dtype, "main_dtype": main_dtype, "device": device, "group": group})
+    own |= {"sequence_parallel": parallel["sequence_parallel"] and groups["tp"] is not None}
+    own |= {"dtype": dtype, "main_dtype": main_dtype, "device": device, "group": groups["tp"]}
+    own |= {"cp_group": groups["cp"], "ep_group": groups["ep"], "seq_len": model["seq_len"] // parallel.get("cp", 1)}
+    own |= {"ring": parallel.get("context_parallel", "ring") == "ring", "moe_every": model.get("moe_every", 1)}
+    own |= {"expert_ffn": own["expert_ffn"] or own["ffn"], "loss_share": 1.0 / num_micro_batches(job)}
+    return Shape(**own)
 
 
 BUCKETS = 32  # of relative positions
@@ -131,9 +149,11 @@ class Attention(nn.Module):
             heads, kv_heads = shape.heads // shape.size, shape.kv_heads // shape.size
             if positions is not None:
                 qkv = composite.Rope.apply(qkv, *positions, heads + kv_heads)
-            fused = qkv.view(-1, shape.seq_len, heads + 2 * kv_heads, shape.head_dim)
-            split = fused.split([heads, kv_heads, kv_heads], dim=2)
-            found = composite.attend(*split, causal=shape.family != "bert")
+            fused, causal = qkv.view(-1, shape.seq_len, heads + 2 * kv_heads, shape.head_dim), shape.family != "bert"
+            if shape.cp_group is not None:
+                found = context_attention(fused, heads, shape.cp_group, causal=causal, ring=shape.ring)
+            else:
+                found = composite.attend(*fused.split([heads, kv_heads, kv_heads], dim=2), causal=causal)
         return self.out(found)
 
 
@@ -189,14 +209,17 @@ class Residual(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and MLP; the last layer of an encoder (t5) ends with the encoder's norm.
+    """Attention and MLP or experts; the last layer of an encoder (t5) ends with the encoder's norm.
 
     A layer of t5's decoder has a look at the encoder's output in between.
     """
 
-    def __init__(self, shape: Shape, name: str, *, last: bool = False, crosses: bool = False) -> None:
+    def __init__(
+        self, shape: Shape, name: str, *, last: bool = False, crosses: bool = False, mixture: bool = False
+    ) -> None:
         super().__init__()
-        self.attention, self.mlp = Residual(shape, Attention, name), Residual(shape, MLP, name)
+        self.attention = Residual(shape, Attention, name)
+        self.mlp = Residual(shape, Mixture if mixture else MLP, name)
         self.end_norm = Norm(shape) if last else None
         self.cross = Residual(shape, CrossAttention, name) if crosses else None
 
@@ -258,7 +281,7 @@ class BertEmbedding(Embedding):
         self.norm = Norm(shape)
         first = shape.rank * shape.rows if shape.sequence_parallel else 0
         place = torch.arange(first, first + shape.rows, device=shape.device).remainder_(shape.seq_len)
-        self.type_of_row = (place >= shape.seq_len // 2).long()  # no buffer: DDP and FSDP have no business with it
+        self.type_of_row = (shape.places[place] >= shape.whole_len // 2).long()  # no buffer: DDP and FSDP have no business with it
 
     def forward(self, tokens: Tensor) -> Any:
         x = super().forward(tokens)

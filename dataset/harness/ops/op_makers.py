@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base.errors import HarnessError
-from . import composite
+from . import composite, part_attention
+from .grouped_products import grouped, grouped_wgrad
 from .input_pool import Call, Inputs, Maker, Pool, Run, shares
 
 _aten = torch.ops.aten
@@ -34,7 +35,17 @@ def _attention(pool: Pool, *dims: int, latent: bool = False, backward: bool = Fa
     b, heads, *sizes, causal = dims
     kv_heads, q_len, kv_len, dim, v_dim = [heads, *sizes] if latent else [*sizes, sizes[-1]]
     if causal and q_len != kv_len:  # PyTorch's mask begins at the first key, and hides other pairs than half
-        raise HarnessError(f"the harness measures causal attention with q_len = kv_len, got {q_len}, {kv_len}")
+        size, rest = divmod(kv_len, q_len)
+        if rest or q_len % 2 or latent or pool.device.type != "cpu":
+            rule = "causal attention with q_len = kv_len, or as one of n ranks of context parallelism on a CPU"
+            raise HarnessError(f"the harness measures {rule} (kv_len = n q_len), got {q_len}, {kv_len}")
+        first: tuple[Any, ...] = (b, q_len, heads, dim), (size, b, q_len, 2 * kv_heads, dim)
+        if not backward:
+            return partial(part_attention.attend_part, place=0, causal=True), *first
+        given = [pool.take(*each).clone() for each in first]
+        found, sums = part_attention.attend_part(*given, 0, True)
+        take = partial(part_attention.attend_part_backward, found=found, sums=sums, place=0, causal=True)
+        return (lambda grad: take(grad, *given)), first[0]
 
     def parts() -> Inputs:
         if latent:
@@ -73,49 +84,11 @@ def scaled_product(device: torch.device, *, fast: bool) -> Callable[[Tensor, Ten
     return partial(torch._scaled_mm, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
-# Mixtures of experts, which get equal shares of the rows: one kernel where the device has it, else a loop over them.
+# Mixtures of experts, which get equal shares of the rows.
 
 
-def one_kernel(pool: Pool, n: int, k: int) -> bool:
-    """Whether the grouped product of bf16 rows of whole 16 bytes exists (Hopper and later)."""
-    if pool.device.type != "cuda" or not hasattr(torch, "_grouped_mm"):
-        return False
-    return pool.dtype == torch.bfloat16 and n % 8 == k % 8 == 0 and torch.cuda.get_device_capability() >= (9, 0)
-
-
-def _ends(pool: Pool, sizes: list[int]) -> Tensor:
-    return torch.tensor(sizes, device=pool.device).cumsum(0).to(torch.int32)
-
-
-def _grouped(pool: Pool, groups: int, m: int, wide: int, deep: int) -> Run:
-    """``y[m, wide] = x[m, deep] @ w[group, deep, wide]``, each row with its group's matrix."""
-    sizes = shares(m, groups)
-    if one_kernel(pool, wide, deep):
-        return partial(torch._grouped_mm, offs=_ends(pool, sizes))
-
-    def run(x: Tensor, w: Tensor) -> Tensor:
-        y = x.new_empty(m, wide)
-        for rows, matrix, out in zip(x.split(sizes), w, y.split(sizes), strict=True):
-            torch.mm(rows, matrix, out=out)
-        return y
-
-    return run
-
-
-def _grouped_wgrad(pool: Pool, groups: int, m: int, n: int, k: int) -> tuple[Run, tuple[int, int], tuple[int, int]]:
-    """``[groups, n, k]`` from ``grad[m, n]`` and ``x[m, k]``."""
-    sizes = shares(m, groups)
-    ends = _ends(pool, sizes) if one_kernel(pool, n, k) else None
-
-    def run(grad: Tensor, x: Tensor) -> Tensor:
-        if ends is not None:
-            return torch._grouped_mm(grad.t(), x, offs=ends)
-        weights = x.new_empty(groups, n, k)
-        for grads, rows, out in zip(grad.split(sizes), x.split(sizes), weights, strict=True):
-            torch.mm(grads.t(), rows, out=out)
-        return weights
-
-    return run, (m, n), (m, k)
+def _grouped(groups: int, m: int) -> Run:
+    return partial(grouped, sizes=shares(m, groups))
 
 
 def _permute(kind: str, pool: Pool, copies: int, tokens: int, hidden: int) -> tuple[object, ...]:
@@ -316,9 +289,9 @@ MAKERS: dict[str, Maker] = {
     "attention_backward": partial(_attention, backward=True),
     "mla_attention": partial(_attention, latent=True),
     "mla_attention_backward": partial(_attention, latent=True, backward=True),
-    "grouped_linear": lambda pool, g, m, n, k: (_grouped(pool, g, m, n, k), (m, k), partial(pool.turned, g, n, k)),
-    "grouped_linear_dgrad": lambda pool, g, m, n, k: (_grouped(pool, g, m, k, n), (m, n), (g, n, k)),
-    "grouped_linear_wgrad": _grouped_wgrad,
+    "grouped_linear": lambda pool, g, m, n, k: (_grouped(g, m), (m, k), partial(pool.turned, g, n, k)),
+    "grouped_linear_dgrad": lambda _, g, m, n, k: (_grouped(g, m), (m, n), (g, n, k)),
+    "grouped_linear_wgrad": lambda _, g, m, n, k: (partial(grouped_wgrad, sizes=shares(m, g)), (m, n), (m, k)),
     **{kind: partial(_permute, kind) for kind in ("permute", "unpermute", "unpermute_backward")},
     "embedding": lambda pool, tokens, hidden, vocab: (F.embedding, partial(pool.ids, tokens, vocab), (vocab, hidden)),
     "embedding_backward": lambda pool, tokens, hidden, vocab: (

@@ -23,7 +23,9 @@ from __future__ import annotations
 import re
 import tomllib
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..base import parallel_rules
@@ -132,8 +134,7 @@ def box_problems(box: Any) -> list[str]:
     return problems
 
 
-_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
-_KINDS = (*_COLLECTIVES, "send_recv")
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 _SIZES = ("num_bytes", "group_size", "ranks_per_node")
 _MOST_S = 3600.0  # a longer delay, or sleep for one op, is a typing mistake
 
@@ -230,7 +231,7 @@ def form_problems(job: Any) -> list[str]:
 def world_size(job: dict[str, Any]) -> int:
     """Return the number of ranks of a job."""
     parallel = job["parallel"]
-    return int(parallel["tp"] * parallel["pp"] * parallel["dp"])
+    return int(parallel["tp"] * parallel["pp"] * parallel["dp"] * parallel.get("cp", 1))
 
 
 def ranks_needed(run: dict[str, Any]) -> int:
@@ -274,10 +275,15 @@ def job_problems(job: Any, *, boxed: bool = False) -> list[str]:
     rules.require(pp == 1 or not model["tied_embeddings"], f"{who} ties {tied}")
     enough = pp == 1 or parallel["schedule"] != "1f1b" or count >= pp
     rules.require(enough, f"schedule 1f1b needs as many micro-batches as stages, got {count} < {pp}")
+    degrees = ("cp", cp), ("ep", parallel.get("ep", 1))
+    if wrong := [text for key, value in degrees for text in number_problems(f"parallel.{key}", value, 1)]:
+        return [*rules, *wrong]
+    _check_experts(rules, job, boxed)
     if not boxed:
         _check_computed(rules, job, count)
-    elif parallel["zero_stage"] and pp > 1:
-        rules.append(f"in a box zero_stage 3 runs without a pipeline, got pp = {pp}")
+    else:
+        ring = cp > 1 and parallel.get("context_parallel", "ring") == "ring"
+        rules.require(not ring, 'in a box keys and values do not go round: context_parallel = "all_gather", got "ring"')
     for table, only in limits["only"].items():
         for key, wanted in only.items():
             value = job.get(table, {}).get(key, wanted)
@@ -308,8 +314,10 @@ def _check_computed(rules: Rules, job: dict[str, Any], count: int) -> None:
     rules.require(dp == 1 or zero < 2 or overlaps is True, rule)
     if model["family"] == "llama":
         rules.require(head_dim % 2 == 0, f"rotary positions need an even model.head_dim, got {head_dim}")
+    if (cp := parallel.get("cp", 1)) > 1:
+        rules.divides(2 * cp, "2 * parallel.cp (a part from the front and one from the back)", model["seq_len"], "seq_len")
     if sequence:
-        parallel_rules.check_sequence(rules, "seq_len", model["seq_len"], tp=parallel["tp"])
+        parallel_rules.check_sequence(rules, "seq_len", model["seq_len"], tp=parallel["tp"], cp=cp)
     layers, length = model.get("encoder_layers", 0), model.get("encoder_seq_len", 0)
     if model["family"] != "t5":
         fused = model.get("fused_attention", True)
@@ -325,8 +333,39 @@ def _check_computed(rules: Rules, job: dict[str, Any], count: int) -> None:
     rules.require(kv_heads == heads, f"{runs} t5 with kv_heads = heads, got {kv_heads} and {heads}")
     rule = "stages of t5 would have to share its tables of relative positions"
     rules.require(pp == 1, f"{rule}: {runs} t5 with pp = 1, got {pp}")
+    rules.require(cp == 1, f"{runs} context parallelism with fused attention, so t5 with cp = 1, got {cp}")
     if sequence and is_of(length, int):
         parallel_rules.check_sequence(rules, "encoder_seq_len", length, tp=parallel["tp"])
+
+
+def _check_experts(rules: Rules, job: dict[str, Any], boxed: bool) -> None:
+    """Check a mixture of experts, which computes unless it is ``boxed``."""
+    model, parallel, runs = job["model"], job["parallel"], "the harness runs mixtures of experts"
+    experts, each, ep, dp = model.get("experts", 0), model.get("experts_per_token", 1), parallel.get("ep", 1), "dp * cp"
+    if not experts:
+        rules.require(ep == 1, f"parallel.ep > 1 needs model.experts, got ep = {ep}")
+        return
+    sizes = ("experts", "experts_per_token", "moe_every", "expert_ffn")
+    if wrong := [text for key in sizes for text in number_problems(f"model.{key} of a mixture", model.get(key, 1), 1)]:
+        rules += wrong
+        return
+    capacity, replicas, rows = model.get("capacity_factor", 0), parallel["dp"] * parallel.get("cp", 1), num_rows(job)
+    rule = f"{runs} with parallel.tp = 1, whose experts are whole on a rank"
+    rules.require(parallel["tp"] == 1, f"{rule}, got {parallel['tp']}")
+    rules.require(ep in (1, replicas), f"{runs} with ep = 1 or {dp}, got ep = {ep} and {dp} = {replicas}")
+    rules.divides(ep, "parallel.ep", experts, "model.experts")
+    if boxed:
+        return
+    plain = model["family"] == "llama" and model["gated_mlp"]
+    rules.require(plain, f"{runs} that are gated and without biases (family llama), got family {model['family']!r:.80}")
+    rule = f"{runs} whose copies are equally many for each expert: model.capacity_factor = 1"
+    rules.require(capacity == 1, f"{rule}, got {capacity!r:.80}")
+    rules.divides(experts, "model.experts", rows * each, "a micro-batch's rows * experts_per_token")
+
+
+def num_rows(job: dict[str, Any]) -> int:
+    """Return the number of tokens of a micro-batch on a rank."""
+    return int(job["batch"]["micro_batch"] * job["model"]["seq_len"] // job["parallel"].get("cp", 1))
 
 
 _SLEEPS = {"parts", "blocks", "root", "boundary_numel", "optimizer", "paces", "table"}  # the keys of ``sleeps``
@@ -355,9 +394,9 @@ def sleeping_run_problems(run: dict[str, Any], ranks: int) -> list[str]:
     blocks = sleeps["blocks"] if isinstance(sleeps["blocks"], list) else [sleeps["blocks"]]
     for block in blocks:
         good = isinstance(block, list) and all(
-            has_keys(step, *_ITEMS, "parameters", "weight_first")
+            has_keys(step, *_ITEMS, "parameters", "weight_first", optional="expert")
             and all(isinstance(step[key], list) for key in _ITEMS)
-            and all(_is_item(item, parallel["tp"]) for key in _ITEMS for item in step[key])
+            and all(_is_item(item, parallel) for key in _ITEMS for item in step[key])
             and are_sizes(step["parameters"])
             and isinstance(step["weight_first"], bool)
             for step in block
@@ -379,12 +418,14 @@ def sleeping_run_problems(run: dict[str, Any], ranks: int) -> list[str]:
     return rules
 
 
-def _is_item(item: Any, tp: int = 1) -> bool:
-    """Whether an item is ``["op", kind, dims, dtype, seconds]``, or ``["tp", kind, bytes]`` if ``tp`` > 1."""
+def _is_item(item: Any, degrees: Mapping[str, Any] = MappingProxyType({})) -> bool:
+    """Whether an item is ``["op", kind, dims, dtype, seconds]``, or a collective ``[axis, kind, bytes]`` of an axis
+    whose degree is > 1.
+    """
     match item:
         case ["op", kind, dims, dtype, seconds]:
             timed = is_of(seconds, float) and 0 <= seconds <= _MOST_S
             return timed and is_of(kind, str) and are_sizes(dims) and dtype in _DTYPES
-        case ["tp", kind, num_bytes]:
-            return tp > 1 and kind in _COLLECTIVES and are_sizes([num_bytes])
+        case ["tp" | "cp" | "ep" as axis, kind, num_bytes]:
+            return degrees.get(axis, 1) > 1 and kind in _KINDS[:-1] and are_sizes([num_bytes])
     return False

@@ -48,6 +48,10 @@ class Collection:
         self.boxed = {"box": self.plan["box"]} if "box" in self.plan else {}
         wanted = "cpu" if self.boxed else self.plan["device"]  # no rank computes in a box
         self.device = _device(wanted, local_rank, self.local_size)
+        shared = [run["name"] for run in self.plan["runs"] if run["job"]["parallel"].get("cp", 1) > 1]
+        if shared and self.device.type != "cpu":
+            rule = "the harness runs context parallelism with PyTorch's attention of CPUs: hide the GPU"
+            raise HarnessError(f"{rule} (device cpu), or leave it out, got a {self.device.type} for {shared[0]}")
         if self.boxed:
             cores.hurry_communication()
         nccl = self.device.type == "cuda" and int(os.environ["WORLD_SIZE"]) > 1  # a single rank has no communication
@@ -153,7 +157,7 @@ class Collection:
         elif self.rank == 0:
             write_json(rounds_path(self.out, run["name"]), state)
         barrier()
-        groups = training.mesh, training.groups["pp"]
+        groups = training.mesh, list(training.groups.values())
         del training
         end_groups(*groups)
 

@@ -26,6 +26,7 @@ MODEL = {
     "tied_embeddings": False,
 }
 LLAMA = {"family": "llama", "kv_heads": 2, "gated_mlp": True}
+MIXTURE = {**LLAMA, "layers": 2, "experts": 4, "experts_per_token": 2, "expert_ffn": 16, "capacity_factor": 1.0}
 T5 = {"family": "t5", "layers": 2, "encoder_layers": 2, "encoder_seq_len": 12, "fused_attention": False}
 PARALLEL = {
     "tp": 1,
@@ -43,7 +44,7 @@ PARALLEL = {
 def job(model: dict[str, Any] | None = None, micro_batch: int = 2, **parallel: Any) -> dict[str, Any]:
     """A job of eight sequences."""
     degrees = {**PARALLEL, **parallel}
-    ranks = degrees["tp"] * degrees["pp"] * degrees["dp"]
+    ranks = degrees["tp"] * degrees["pp"] * degrees["dp"] * degrees.get("cp", 1)
     return {
         "model": {**MODEL, **(model or {})},
         "parallel": degrees,

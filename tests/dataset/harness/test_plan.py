@@ -42,6 +42,13 @@ def test_stages_of_t5_are_refused() -> None:
         check_plan(jobs.plan([jobs.run("a", jobs.job(jobs.T5, pp=2))]))
 
 
+def test_degrees_of_a_hand_written_plan_are_whole_numbers() -> None:
+    job = jobs.job()
+    job["parallel"]["cp"] = 1.5
+    with pytest.raises(HarnessError, match=r"parallel\.cp must be a whole number >= 1, got 1\.5"):
+        check_plan(jobs.plan([jobs.run("a", job)]))
+
+
 def test_a_jobs_dictionary_is_a_valid_job() -> None:
     """The harness knows no ``Job``, but takes what one writes."""
     job = Job.from_dict(jobs.job(dp=2))
@@ -65,7 +72,8 @@ def test_a_jobs_dictionary_is_a_valid_job() -> None:
         ({"dp": 3}, r"micro_batch \* dp must divide global_batch, got 8 % \(2 \* 3\)"),
         ({"pp": 8}, "as many micro-batches as stages, got 4 < 8"),
         ({"pp": 4}, "every pipeline stage needs a layer: layers >= pp, got 3 < 4"),
-        ({"cp": 2}, r"parallel\.cp = 1, got 2"),
+        ({"cp": 3}, r"2 \* parallel\.cp .* must divide seq_len, got 8 % 6 = 2"),
+        ({"dp": 2, "ep": 2}, r"parallel\.ep > 1 needs model\.experts, got ep = 2"),
         ({"runtime": "asynchronous"}, "PyTorch's own pipeline runtime, got 'asynchronous'"),
         ({"stage_layers": [1, 2]}, r"parallel\.stage_layers = \[\], got \[1, 2\]"),
         ({"gradient_dtype": "fp32"}, r"parallel\.gradient_dtype = '', got 'fp32'"),
@@ -90,7 +98,13 @@ def test_what_the_harness_cannot_run_is_refused(changes: dict[str, Any], text: s
         ({"model": {**jobs.T5, "kv_heads": 2}}, "t5 with kv_heads = heads, got 2 and 4"),
         ({"model": {"attention_kernels": "flash-2"}}, r"model\.attention_kernels = '', got 'flash-2'"),
         ({"model": {"dropout": 0.1}}, r"model\.dropout = 0, got 0\.1"),
-        ({"model": {"experts": 8}}, r"model\.experts = 0, got 8"),
+        ({"model": {"experts": 8}}, "gated and without biases .*, got family 'gpt'"),
+        ({"model": {**jobs.MIXTURE, "capacity_factor": 1.25}}, r"model\.capacity_factor = 1, got 1\.25"),
+        ({"model": {**jobs.MIXTURE, "experts": 5}}, r"experts must divide a micro-batch's rows .*, got 32 % 5 = 2"),
+        ({"model": {**jobs.MIXTURE, "shared_experts": 1}}, r"model\.shared_experts = 0, got 1"),
+        ({"model": jobs.MIXTURE, "parallel": {"tp": 2}}, r"mixtures of experts with parallel\.tp = 1, .*got 2"),
+        ({"model": jobs.MIXTURE, "parallel": {"dp": 4, "ep": 2}}, r"ep = 1 or dp \* cp, got ep = 2 and .* = 4"),
+        ({"model": jobs.T5, "parallel": {"cp": 2}}, r"so t5 with cp = 1, got 2"),
         ({"model": {"layers": "3"}}, r"model\.layers must be a whole number, got '3'"),
         ({"model": {"layers": True}}, r"model\.layers must be a whole number, got True"),
         ({"model": {"layers": 0}}, r"model\.layers must be > 0, got 0"),

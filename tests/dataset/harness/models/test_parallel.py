@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import harness_jobs as jobs
 import pytest
@@ -23,6 +24,10 @@ STRATEGIES = {
         {"dp": 2, "zero_stage": 1, "overlap_grad_reduce": False},
         {"dp": 2, "zero_stage": 2, "bucket_mbytes": 0.002},
         {"dp": 2, "zero_stage": 3},
+        {"cp": 2},
+        {"cp": 2, "recompute": "full"},
+        {"cp": 2, "context_parallel": "all_gather"},
+        {"cp": 2, "context_parallel": "all_gather", "zero_stage": 3},
     ],
     4: [
         {"tp": 2, "pp": 2},
@@ -33,7 +38,26 @@ STRATEGIES = {
         {"dp": 2, "pp": 2, "zero_stage": 3},
         {"dp": 2, "pp": 2, "zero_stage": 1},
         {"dp": 2, "tp": 2, "zero_stage": 2},
+        {"cp": 4},
+        {"cp": 4, "context_parallel": "all_gather"},
+        {"cp": 2, "tp": 2, "sequence_parallel": True},
+        {"cp": 2, "dp": 2, "zero_stage": 1},
+        {"cp": 2, "pp": 2, "zero_stage": 3},
     ],
+}
+EXPERTS = {  # strategies of mixtures
+    2: [
+        {"dp": 2},
+        {"pp": 2},
+        {"pp": 2, "virtual_stages": 2, "schedule": "zbv", "layers": 4},
+        {"dp": 2, "ep": 2, "bucket_mbytes": 0.002},
+        {"dp": 2, "ep": 2, "recompute": "full"},
+        {"dp": 2, "ep": 2, "overlap_grad_reduce": False},
+        {"dp": 2, "ep": 2, "zero_stage": 1},
+        {"dp": 2, "ep": 2, "zero_stage": 2},
+        {"dp": 2, "ep": 2, "zero_stage": 3},
+    ],
+    4: [{"dp": 4, "ep": 4}, {"dp": 2, "ep": 2, "pp": 2, "zero_stage": 3}],
 }
 MODELS = {
     "gpt": {},
@@ -42,6 +66,9 @@ MODELS = {
     "bert": {"family": "bert"},
     "t5": jobs.T5,
     "gated t5": {**jobs.T5, "gated_mlp": True},
+    "mixture": jobs.MIXTURE,
+    "some mixtures": {**jobs.MIXTURE, "layers": 4, "dense_layers": 1, "moe_every": 2},
+    "lone experts": {**jobs.MIXTURE, "experts": 2, "experts_per_token": 1},
 }
 TWICE = ("gpt", "llama", "bert", "t5")  # also on four ranks
 
@@ -51,13 +78,24 @@ def alone() -> dict[str, list[float]]:
     return {name: jobs.losses(jobs.job(model)) for name, model in MODELS.items()}
 
 
+def _strategies(name: str, model: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
+    """The strategies of a model."""
+    if "experts" in model:  # the copies that experts drop are those of a micro-batch: it stays the same
+        layers = model["layers"]
+        return [s for s in EXPERTS[ranks] if ranks == 2 or name == "mixture" if s.get("layers", layers) == layers]
+    if ranks == 4 and name not in TWICE:
+        return []
+    refused = {"pp", "cp"} if model.get("family") == "t5" else set[str]() if name in TWICE else {"cp"}
+    return [s for s in STRATEGIES[ranks] if not refused & {*s}]
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_losses_equal_those_of_one_rank(ranks: int, alone: dict[str, list[float]], tmp_path: Path) -> None:
     """Forward, backward and every gradient reduction are right, for products of strategies too; no rank unpickles."""
-    cases = [(name, strategy) for name in MODELS for strategy in STRATEGIES[ranks]]
-    cases = [(name, s) for name, s in cases if (ranks == 2 or name in TWICE) and not ("t5" in name and "pp" in s)]
-    micro_batch = {2: 2, 4: 1}[ranks]
-    (tmp_path / "jobs.json").write_text(json.dumps([jobs.job(MODELS[n], micro_batch, **s) for n, s in cases]))
+    cases = [(name, s) for name, model in MODELS.items() for s in _strategies(name, model, ranks)]
+    micro_batch = 1 if ranks == 4 else 2
+    given = [jobs.job(MODELS[n], 2 if "experts" in MODELS[n] else micro_batch, **s) for n, s in cases]
+    (tmp_path / "jobs.json").write_text(json.dumps(given))
     code, output = jobs.run_ranks([str(tmp_path / "jobs.json"), str(tmp_path / "losses.json")], ranks, tmp_path)
     assert code == 0, output[-3000:]
     for (name, strategy), found in zip(cases, json.loads((tmp_path / "losses.json").read_text()), strict=True):

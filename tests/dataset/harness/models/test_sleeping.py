@@ -20,6 +20,8 @@ from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, Pa
 from stepsight.dataset.runs.run_manifest import HARDWARE, read_box
 from stepsight.training.measured.planning import SleepingLatency, box_plan
 
+NO_GROUPS = dict.fromkeys(("tp", "dp", "pp", "cp", "ep"))
+
 
 def _op(kind: str, seconds: float) -> list[Any]:
     return ["op", kind, [8], "fp32", seconds]
@@ -52,12 +54,12 @@ def _seconds(device: Rank, ops: list[float]) -> float:
 
 def test_ops_follow_one_another_whatever_the_host_does_between_them() -> None:
     """Short ops are slept together: each is as long as it is said, and so are all of them."""
-    assert _seconds(Rank(None), [0.02, 0.03]) >= 0.05
-    assert _seconds(Rank(None), [0.001] * 40) >= 0.04
+    assert _seconds(Rank(NO_GROUPS), [0.02, 0.03]) >= 0.05
+    assert _seconds(Rank(NO_GROUPS), [0.001] * 40) >= 0.04
 
 
 def test_the_host_runs_ahead_of_ops() -> None:
-    device = Rank(None)
+    device = Rank(NO_GROUPS)
     device.begin()
     start = time.perf_counter()
     device.compute(0.2)
@@ -67,13 +69,13 @@ def test_the_host_runs_ahead_of_ops() -> None:
 
 
 def test_a_pace_changes_every_sleep() -> None:
-    device = Rank(None)
+    device = Rank(NO_GROUPS)
     device.pace = 3.0
     assert _seconds(device, [0.02]) >= 0.06
 
 
 def test_a_segment_ends_when_the_device_is_done() -> None:
-    rank, spans = Rank(None), []
+    rank, spans = Rank(NO_GROUPS), []
     with annotate.noting(spans), rank.segment("forward", 2, 1):
         rank.do([_op("gelu", 0.004)])
     ((label, stage, micro_batch, start, end),) = spans
@@ -105,7 +107,7 @@ def test_a_part_takes_and_passes_activations_of_their_size() -> None:
         "root": [1],
         "boundary_numel": [12],
     }
-    first, last = (Part(Rank(None), sleeps, number) for number in (0, 1))
+    first, last = (Part(Rank(NO_GROUPS), sleeps, number) for number in (0, 1))
     passed = first(torch.zeros(1, 1))
     assert tuple(passed.shape) == (1, 12)
     received = passed.detach().requires_grad_()

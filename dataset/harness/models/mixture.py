@@ -1,0 +1,183 @@
+"""Mixtures of experts: a router sends copies of each token to some of many MLPs, which are gated and without biases.
+
+Every expert takes as many copies (``capacity_factor`` 1): of the tokens that chose it, those with the largest
+probabilities, and others with a weight of zero where there are too few (as Megatron-Core with
+``moe_pad_expert_input_to_capacity``).  So all messages and products have one size.  With expert parallelism each rank
+holds some of the experts: copies travel to them and back in all-to-alls, which are sorted by sender or by expert.
+The router's gradient has that of the balancing loss (Fedus et al. 2021, arXiv:2101.03961), which no loss includes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..base import annotate
+from ..ops import composite
+from ..ops.grouped_products import grouped, grouped_wgrad
+from .torch_parts import Group, Shape, conjugate, full_weight, linear, parameter
+
+BALANCE = 0.01  # weight of the balancing loss
+
+
+class Mixture(nn.Module):
+    """A router and this rank's experts, for ``[rows, hidden]``."""
+
+    def __init__(self, shape: Shape, name: str) -> None:
+        super().__init__()
+        self.shape, own = shape, shape.experts // shape.ep_size
+        first = own * (shape.ep_group.rank() if shape.ep_group is not None else 0)
+        self.router = parameter(full_weight(shape, f"{name}.router", shape.experts, shape.hidden))
+        sizes = {"up": (2 * shape.expert_ffn, shape.hidden), "down": (shape.hidden, shape.expert_ffn)}
+        self.up, self.down = (
+            nn.ParameterList(
+                parameter(full_weight(shape, f"{name}.expert{number}.{word}", *sizes[word]))
+                for number in range(first, first + own)
+            )
+            for word in sizes
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape, group, size = self.shape, self.shape.ep_group, self.shape.ep_size
+        scores, own = linear(shape, x, self.router, None), shape.experts // size
+        weights, tokens = Choice.apply(scores, shape)
+        y: Tensor = Permute.apply(x, tokens)
+        if group is not None:
+            y = Exchange.apply(y, group)
+            y = Sort.apply(y, size, own) if own > 1 else y
+        for matrices, after in ((self.up, composite.SwiGLU.apply), (self.down, None)):
+            y = Grouped.apply(y, 1.0 / size, *(composite.cast(each, shape.dtype) for each in matrices))
+            y = y if after is None else after(y)
+        if group is not None:
+            y = Sort.apply(y, own, size) if own > 1 else y
+            y = Exchange.apply(y, group)
+        found: Tensor = Unpermute.apply(y, weights, tokens, len(x))
+        return found
+
+
+class Choice(torch.autograd.Function):
+    """From ``scores[tokens, experts]`` to each expert's tokens, ``[experts * capacity]``, and their weights."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+        rows, experts = scores.shape
+        most, main = rows * shape.experts_per_token // experts, shape.main_dtype
+        with annotate.op("softmax", (rows, experts), main):
+            probabilities = torch.softmax(scores, -1, dtype=main)
+        with annotate.op("elementwise", (rows * experts,), main):
+            chosen = probabilities.topk(shape.experts_per_token, -1)
+            kept = torch.zeros_like(probabilities).scatter_(1, chosen.indices, chosen.values)
+            weights, tokens = kept.topk(most, 0)
+            weights, tokens = weights.t().flatten(), tokens.t().flatten()
+        with annotate.op("reduce", (rows * experts,), main):
+            load = (kept > 0).sum(0, dtype=main)
+        ctx.save_for_backward(probabilities, tokens, load)
+        ctx.dtype = scores.dtype
+        ctx.balance = BALANCE * shape.loss_share * experts / (rows * rows * shape.experts_per_token)
+        ctx.mark_non_differentiable(tokens)
+        return weights, tokens
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None]:
+        probabilities, tokens, load = ctx.saved_tensors
+        rows, experts = probabilities.shape
+        with annotate.op("elementwise", (rows * experts,), probabilities.dtype):
+            grads = (load * ctx.balance).repeat(rows, 1)
+            column = torch.arange(experts, device=grad.device).repeat_interleave(len(tokens) // experts)
+            grads.view(-1).index_add_(0, tokens * experts + column, grad)
+        with annotate.op("softmax_backward", (rows, experts), probabilities.dtype):
+            return torch.ops.aten._softmax_backward_data(grads, probabilities, -1, grads.dtype).to(ctx.dtype), None
+
+
+class Permute(torch.autograd.Function):
+    """Copies of tokens, in the order of their experts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.rows = len(x)
+        with _copy(len(tokens) * x.shape[1], x):
+            return x.index_select(0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (tokens,) = ctx.saved_tensors
+        with _copy(grad.numel(), grad):
+            return grad.new_zeros(ctx.rows, grad.shape[1]).index_add_(0, tokens, grad), None
+
+
+class Unpermute(torch.autograd.Function):
+    """Weighted sums of each token's copies."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor, tokens: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(y, weights, tokens)
+        with _copy(y.numel(), y):
+            return y.new_zeros(rows, y.shape[1]).index_add_(0, tokens, y * weights[:, None].to(y.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        y, weights, tokens = ctx.saved_tensors
+        with _copy(y.numel(), y):
+            grad = grad.index_select(0, tokens)
+            grad_weights = (grad * y).sum(-1, dtype=weights.dtype)
+            return grad.mul_(weights[:, None].to(grad.dtype)), grad_weights, None, None
+
+
+class Sort(torch.autograd.Function):
+    """Equal blocks of rows, ``[outer, inner]`` of them, in the order ``[inner, outer]``."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, outer: int, inner: int) -> Tensor:
+        ctx.sizes = inner, outer
+        with _copy(y.numel(), y):
+            return y.unflatten(0, (outer, inner, -1)).transpose(0, 1).reshape(y.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return Sort.forward(ctx, grad, *ctx.sizes), None, None
+
+
+def _copy(numel: int, x: Tensor) -> Any:
+    return annotate.op("copy", (numel,), x.dtype)
+
+
+class Grouped(torch.autograd.Function):
+    """``x @ w.T`` of equal groups of rows with a matrix each, whose gradients are multiplied by ``scale``.
+
+    An expert gets the gradients of all ranks' tokens, whose losses the ranks average.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        ctx.scale = scale
+        return Grouped._each("grouped_linear", x, weights, lambda sizes: grouped(x, [w.t() for w in weights], sizes))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        grad = grad.contiguous()
+        each = Grouped._each
+        grads = each("grouped_linear_wgrad", x, weights, lambda sizes: grouped_wgrad(grad, x, sizes, ctx.scale))
+        return each("grouped_linear_dgrad", x, weights, lambda sizes: grouped(grad, weights, sizes)), None, *grads
+
+    @staticmethod
+    def _each(kind: str, x: Tensor, weights: Any, run: Callable[[list[int]], Tensor]) -> Tensor:
+        groups, (n, k) = len(weights), weights[0].shape
+        dims, kind = ((groups, len(x), n, k), kind) if groups > 1 else ((len(x), n, k), kind.removeprefix("grouped_"))
+        with annotate.op(kind, dims, x.dtype):
+            return run([len(x) // groups] * groups)
+
+
+def _all_to_all(x: Tensor, group: Group) -> Tensor:
+    output, x = torch.empty_like(x), x.contiguous()
+    dist.all_to_all_single(output, x, group=group)
+    return output
+
+
+Exchange = conjugate("Exchange", _all_to_all, _all_to_all)
