@@ -44,7 +44,8 @@ from stepsight.simulator.programs.lower import Lowered
 from stepsight.simulator.replay.captured_step import time_captured
 from stepsight.training.prediction.prediction import asked_predictor
 
-_MODEL = ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "tied_embeddings")
+_MODEL = ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "tied_embeddings",
+          "experts", "experts_per_token", "expert_ffn", "capacity_factor")  # fmt: skip
 
 
 def tracked_job(values: Mapping[str, Any], **tables: Row) -> Job:
@@ -53,7 +54,7 @@ def tracked_job(values: Mapping[str, Any], **tables: Row) -> Job:
     model: Row = {"family": "gpt", **{key: merged.pop(key) for key in _MODEL if key in merged}}
     batch: Row = {key: merged.pop(key) for key in ("micro_batch", "precision")}
     batch["global_batch"] = batch["micro_batch"] * merged.pop("micro_batches") * merged["dp"]
-    devices = merged["tp"] * merged["pp"] * merged["dp"]
+    devices = merged["tp"] * merged["pp"] * merged["dp"] * merged.get("cp", 1)
     cluster = {"hardware": "local-cpu", "devices_per_node": devices, "fabric": "loopback"}
     return Job.from_dict({"model": model, "parallel": merged, "batch": batch, "cluster": cluster, **tables})
 
@@ -61,7 +62,7 @@ def tracked_job(values: Mapping[str, Any], **tables: Row) -> Job:
 def tracked_row(job: Job, rank: int = 0) -> Row:
     """One rank of a job, tracked and estimated."""
     p = job.parallel
-    stage = estimate_memory(job, HARDWARE["local-cpu"]).stages[rank // (p.tp * p.dp)]
+    stage = estimate_memory(job, HARDWARE["local-cpu"]).stages[rank // (p.tp * p.cp * p.dp)]
     name = job.name + (f" {p.recompute}" if p.recompute != "none" else "") + (f" rank {rank}" if rank else "")
     truth = tracked_peak(job, rank)
     return {"name": name, "truth_bytes": truth, "estimate_bytes": stage.tensors, "error": stage.tensors / truth - 1}
@@ -77,15 +78,20 @@ class _Tracker(MemTracker):
 def tracked_peak(job: Job, rank: int = 0) -> int:
     """Bytes of all tensors of a rank at the peak of its second step."""
     p, device = job.parallel, torch.device("cpu")
-    ranks, sharded = p.tp * p.pp * p.dp, p.zero_stage == 3 and p.dp > 1
-    if p.dp > 1 and p.pp == 1 and not sharded:
+    ranks, replicas = job.cluster.num_devices, p.dp * p.cp
+    sharded = p.zero_stage == 3 and replicas > 1
+    if replicas > 1 and p.pp == 1 and not sharded:
         raise JobError("DDP does not run on fake tensors: dp > 1 needs zero_stage 3 or pp > 1")
     if job.batch.precision == "bf16" and not sharded:
         raise JobError("mixed precision is FSDP2's here: bf16 needs zero_stage 3 and dp > 1")
     with ExitStack() as stack:
         if ranks > 1:
             stack.enter_context(_fake_world(ranks, rank))
-            parallel.device_mesh("cpu", pp=p.pp, dp=p.dp, tp=p.tp)  # with real numbers, before all tensors are fake
+            degrees = {"pp": p.pp, "dp": replicas, "tp": p.tp}
+            parallel.device_mesh("cpu", **degrees)  # with real numbers, before all tensors are fake
+            for axis, size in (("cp", p.cp), ("ep", p.ep)):
+                if size > 1:
+                    parallel.own_group("cpu", axis, size, **degrees)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         training, tracker = parallel.Training(job.to_dict(), device), _Tracker()
         tracker.track_external(training.model, training.optimizer, training.tokens, training.targets)
@@ -98,14 +104,14 @@ def tracked_peak(job: Job, rank: int = 0) -> int:
 
 @contextmanager
 def _fake_world(size: int, rank: int) -> Iterator[None]:
-    parallel.device_mesh.cache_clear()
+    parallel.end_groups(None)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         with mock.patch.object(pipelines._PipelineSchedule, "_warmup_p2p", _agree_on_static_shapes):
             yield
     finally:
+        parallel.end_groups(None)
         dist.destroy_process_group()
-        parallel.device_mesh.cache_clear()
 
 
 def _agree_on_static_shapes(_: object, stages: list[object], *__: object) -> None:

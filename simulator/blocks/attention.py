@@ -238,6 +238,7 @@ def core(shape: RankShape, heads: Heads, *, made_by: str = "") -> Block:
         temporary = 2 * heads.kv_numel(shape) * shape.dtype_bytes  # what arrives meanwhile, with gradients
     else:
         forward, backward = all_gather(shape, heads)
+        temporary = 2 * heads.kv_numel(shape) * shape.cp.size * shape.dtype_bytes  # what is gathered, with gradients
     numel, size = heads.q_numel(shape) + heads.kv_numel(shape), shape.dtype_bytes
     if shape.kernels.fp8_attention:
         forward = (shape.op("copy", numel), *forward)

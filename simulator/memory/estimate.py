@@ -296,7 +296,7 @@ def _held(asked: _Asked) -> tuple[Floats, Floats, Floats]:
     numel, frozen = elements[:, :2], elements[:, 2:]
     held = np.array([states.parameters, states.gradients, states.optimizer, states.workspace]) @ numel.T
     held[0] += frozen @ states.frozen
-    held[3] += np.minimum(states.flat_bytes, held[1])
+    held[3] += np.minimum(states.flat_bytes, numel @ np.array(states.flat_share))
     if shape.tables is not None:
         held[[0, 2], 0] += shape.tables.parameter_bytes, shape.tables.state_bytes
     return bytes_of, held, messages + np.minimum(states.bucket_bytes, float(shape.main_bytes) * numel.sum(axis=1))

@@ -45,6 +45,7 @@ class GatheredAttention(torch.autograd.Function):
         ctx.how = heads, causal, group
         q, parts = GatheredAttention._gathered(qkv, heads, group)
         with _op("attention", q, parts, len(parts) * q.shape[1], causal):
+            parts = attention.in_order(parts, causal)
             found, sums = attention.attend_part(q, parts, group.rank(), causal)
         ctx.save_for_backward(qkv, found, sums)
         return found
@@ -54,13 +55,16 @@ class GatheredAttention(torch.autograd.Function):
         (qkv, found, sums), (heads, causal, group) = ctx.saved_tensors, ctx.how
         q, parts = GatheredAttention._gathered(qkv, heads, group)
         with _op("attention_backward", q, parts, len(parts) * q.shape[1], causal):
-            grad_q, grads = attention.attend_part_backward(grad, q, parts, found, sums, group.rank(), causal)
-        own = torch.empty_like(grads[0])
-        reduce_scatter(own.view(-1), grads.view(-1), group)
+            parts = attention.in_order(parts, causal)
+            grad_q, parts = attention.attend_part_backward(grad, q, parts, found, sums, group.rank(), causal)
+            parts = attention.by_rank(parts, group.size(), causal)
+        own = torch.empty_like(parts[0])
+        reduce_scatter(own.view(-1), parts.view(-1), group)
         return _joined(grad_q, own), None, None, None
 
     @staticmethod
     def _gathered(qkv: Tensor, heads: int, group: Group) -> tuple[Tensor, Tensor]:
+        """Queries of this rank; keys and values of all ranks, ``[ranks, batch, length, 2 * kv_heads, dim]``."""
         kv = qkv[:, :, heads:].contiguous()
         parts = kv.new_empty(group.size(), *kv.shape)
         all_gather(parts.view(-1), kv.view(-1), group)
@@ -73,7 +77,7 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, heads: int, causal: bool, group: Group) -> Tensor:
         size, place = group.size(), group.rank()
-        q, held = qkv[:, :, :heads], qkv[:, :, heads:].contiguous()
+        q, held = (each.contiguous() for each in qkv.split([heads, qkv.shape[2] - heads], 2))
         for step in range(size):
             arriving = _Exchange(held, group, 1) if step < size - 1 else None
             rows, keys, kv_len, masked = _visible(q, place, (place - step) % size, causal)
@@ -88,15 +92,15 @@ class RingAttention(torch.autograd.Function):
                 with annotate.op("add", (found.numel(),), found.dtype):
                     found[:, rows].lerp_(more, share.to(found.dtype))
             held = held if arriving is None else arriving.wait()
-        ctx.save_for_backward(qkv, held, found, sums)
-        ctx.how = heads, causal, group
+        ctx.save_for_backward(q, held, found, sums)  # not ``qkv``, whose own keys and values come round again
+        ctx.how = causal, group
         return found
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (qkv, held, found, sums), (heads, causal, group) = ctx.saved_tensors, ctx.how
-        size, place, q = group.size(), group.rank(), qkv[:, :, :heads]
-        grad_q, grads = torch.zeros_like(q), list[Tensor]()  # of keys and values that are under way, none at first
+        (q, held, found, sums), (causal, group) = ctx.saved_tensors, ctx.how
+        size, place = group.size(), group.rank()
+        grad_q, grads = q, list[Tensor]()  # of keys and values that are under way, none at first
         for step in range(size):
             others = step < size - 1
             message = [held, *grads] if others else grads
@@ -105,6 +109,7 @@ class RingAttention(torch.autograd.Function):
             own = grad[:, rows], q[:, rows], held[:, keys], found[:, rows], sums[:, :, rows]
             with _op("attention_backward", q, held, kv_len, masked):
                 more_q, more_kv = attention.piece_backward(*own, causal=masked)
+                grad_q = grad_q if step else torch.zeros_like(q)
                 grad_q[:, rows] += more_q
                 total = torch.zeros_like(held)
                 total[:, keys] = more_kv

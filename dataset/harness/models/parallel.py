@@ -243,7 +243,8 @@ class Training(ParallelTraining):
         self.buckets = [Bucket(each, group, passes) for each in shared]  # in the order in which their gradients come
         own = [each for part in self.parts.values() for each in part.unshared().values()]
         self.updated = [*[bucket.shard for bucket in self.buckets], *own] if self.buckets else parameters
-        self.optimizer = torch.optim.AdamW(self.updated, lr=1e-4, fused=True)
+        groups = [each for each in self.updated if id(each) not in {*map(id, own)}], own  # no kernel takes both kinds
+        self.optimizer = torch.optim.AdamW([{"params": each} for each in groups if each], lr=1e-4, fused=True)
         self._adamw_dims = (sum(_local(p).numel() for p in self.updated), len(parameters))
         self.tokens, self.targets = self._data()
 

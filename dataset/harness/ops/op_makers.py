@@ -40,12 +40,13 @@ def _attention(pool: Pool, *dims: int, latent: bool = False, backward: bool = Fa
             rule = "causal attention with q_len = kv_len, or as one of n ranks of context parallelism on a CPU"
             raise HarnessError(f"the harness measures {rule} (kv_len = n q_len), got {q_len}, {kv_len}")
         first: tuple[Any, ...] = (b, q_len, heads, dim), (size, b, q_len, 2 * kv_heads, dim)
+        in_order = part_attention.in_order
         if not backward:
-            return partial(part_attention.attend_part, place=0, causal=True), *first
-        given = [pool.take(*each).clone() for each in first]
-        found, sums = part_attention.attend_part(*given, 0, True)
-        take = partial(part_attention.attend_part_backward, found=found, sums=sums, place=0, causal=True)
-        return (lambda grad: take(grad, *given)), first[0]
+            return (lambda q, parts: part_attention.attend_part(q, in_order(parts, True), 0, True)), *first
+        q, parts = (pool.take(*each).clone() for each in first)
+        kept = part_attention.attend_part(q, in_order(parts, True), 0, True)
+        take = part_attention.attend_part_backward
+        return (lambda grad: take(grad, q, in_order(parts, True), *kept, 0, True)), first[0]
 
     def parts() -> Inputs:
         if latent:

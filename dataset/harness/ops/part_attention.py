@@ -42,44 +42,46 @@ def _by_head(kv: Tensor, heads: int) -> list[Tensor]:
     return both if shared == 1 else [each.repeat_interleave(shared, 1) for each in both]
 
 
-def attend_part(q: Tensor, parts: Tensor, place: int, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention of a rank to keys and values of all ranks, ``parts[ranks, batch, length, 2 * kv_heads, dim]``."""
-    kv = _in_order(parts, causal)
-    found = [piece(q[:, rows], kv[:, :count], mask=mask) for rows, count, mask in _pieces(q, len(parts), place, causal)]
+def attend_part(q: Tensor, kv: Tensor, place: int, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention of rank ``place`` to whole sequences, which are ``in_order``."""
+    found = [piece(q[:, rows], kv[:, :count], mask=mask) for rows, count, mask in _pieces(q, kv, place, causal)]
     return torch.cat([each for each, _ in found], 1), torch.cat([each for _, each in found], 2)
 
 
 def attend_part_backward(
-    grad: Tensor, q: Tensor, parts: Tensor, found: Tensor, sums: Tensor, place: int, causal: bool
+    grad: Tensor, q: Tensor, kv: Tensor, found: Tensor, sums: Tensor, place: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``q`` and ``parts``."""
-    kv, size, grads = _in_order(parts, causal), len(parts), list[Tensor]()
-    grad_kv = torch.zeros_like(kv)
-    for rows, count, mask in _pieces(q, size, place, causal):
+    """Gradients of ``q`` and ``kv``."""
+    grads, grad_kv = list[Tensor](), torch.zeros_like(kv)
+    for rows, count, mask in _pieces(q, kv, place, causal):
         own = grad[:, rows], q[:, rows], kv[:, :count], found[:, rows], sums[:, :, rows]
         grad_q, more = piece_backward(*own, mask=mask)
         grads.append(grad_q)
         grad_kv[:, :count] += more
-    if not causal:
-        return grads[0], grad_kv.unflatten(1, (size, -1)).movedim(1, 0).contiguous()
-    both = grad_kv.unflatten(1, (2 * size, -1))
-    ranks = [torch.cat([both[:, rank], both[:, 2 * size - 1 - rank]], 1) for rank in range(size)]
-    return torch.cat(grads, 1), torch.stack(ranks)
+    return torch.cat(grads, 1), grad_kv
 
 
-def _in_order(parts: Tensor, causal: bool) -> Tensor:
-    """The keys and values of whole sequences; without a mask they may be in any order."""
+def in_order(parts: Tensor, causal: bool) -> Tensor:
+    """Whole sequences from ``parts[ranks, batch, length, ...]``; without a mask they may be in any order."""
     if not causal:
         return parts.movedim(0, 1).flatten(1, 2)
     front, back = parts.chunk(2, dim=2)
     return torch.cat([*front, *reversed(back.unbind())], 1)
 
 
-def _pieces(q: Tensor, size: int, place: int, causal: bool) -> list[tuple[slice, int, Tensor | None]]:
-    """Rows of the rank's queries, how many keys they look back to, and their mask."""
-    length = q.shape[1]
+def by_rank(whole: Tensor, size: int, causal: bool) -> Tensor:
+    """The parts of whole sequences: the inverse of ``in_order``."""
     if not causal:
-        return [(slice(0, length), size * length, None)]
+        return whole.unflatten(1, (size, -1)).movedim(1, 0).contiguous()
+    parts = whole.unflatten(1, (2 * size, -1))
+    return torch.stack([torch.cat([parts[:, rank], parts[:, 2 * size - 1 - rank]], 1) for rank in range(size)])
+
+
+def _pieces(q: Tensor, kv: Tensor, place: int, causal: bool) -> list[tuple[slice, int, Tensor | None]]:
+    """Rows of the rank's queries, how many keys they look back to, and their mask."""
+    length, size = q.shape[1], kv.shape[1] // q.shape[1]
+    if not causal:
+        return [(slice(0, length), kv.shape[1], None)]
     half, found = length // 2, list[tuple[slice, int, Tensor | None]]()
     for first, count in ((0, (place + 1) * half), (half, (2 * size - place) * half)):
         mask = q.new_full((half, count), -torch.inf).triu_(count - half + 1)
