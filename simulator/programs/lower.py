@@ -432,9 +432,12 @@ def _sum_buckets(builder: SegmentBuilder, shape: RankShape, parts: Parts, replic
                     buckets.append(0)
         name = BUCKET_NAMES[expert]
         for index, numel in enumerate(filter(None, buckets)):
+            works = bucket_works(replicas, numel, expert=expert)
+            if not any(works):  # no other rank has these experts
+                continue
             if replicas.bucket_copies:
                 builder.items([shape.main_op("copy", numel)], name, index, "copy_in")
-            builder.reduce(bucket_works(replicas, numel, expert=expert), index, expert=expert, wait=True)
+            builder.reduce(works, index, expert=expert, wait=True)
             if replicas.bucket_copies:
                 builder.items([shape.main_op("elementwise", numel)], name, index, "mean")
                 builder.items([shape.main_op("copy", numel)], name, index, "copy_out")
