@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ..base import annotate
 from ..ops import composite
-from ..ops.grouped_products import grouped, grouped_wgrad
-from .torch_parts import Group, Shape, conjugate, full_weight, linear, parameter
+from ..ops.op_makers import grouped, grouped_wgrad
+from .torch_parts import Group, Shape, full_weight, linear, parameter
 
 BALANCE = 0.01  # weight of the balancing loss
 
@@ -41,11 +41,14 @@ class Mixture(nn.Module):
             for word in sizes
         )
 
+        for each in (*self.up, *self.down) if shape.ep_group is not None else ():
+            each.unshared = True
+
     def forward(self, x: Tensor) -> Tensor:
         shape, group, size = self.shape, self.shape.ep_group, self.shape.ep_size
         scores, own = linear(shape, x, self.router, None), shape.experts // size
         weights, tokens = Choice.apply(scores, shape)
-        y: Tensor = Permute.apply(x, tokens)
+        y: Tensor = Permute.apply(x, tokens, len(x))
         if group is not None:
             y = Exchange.apply(y, group)
             y = Sort.apply(y, size, own) if own > 1 else y
@@ -93,21 +96,35 @@ class Choice(torch.autograd.Function):
             return torch.ops.aten._softmax_backward_data(grads, probabilities, -1, grads.dtype).to(ctx.dtype), None
 
 
-class Permute(torch.autograd.Function):
-    """Copies of tokens, in the order of their experts."""
+def _copies(x: Tensor, tokens: Tensor, _: int) -> Tensor:
+    with _copy(len(tokens) * x.shape[1], x):
+        return x.index_select(0, tokens)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens)
-        ctx.rows = len(x)
-        with _copy(len(tokens) * x.shape[1], x):
-            return x.index_select(0, tokens)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (tokens,) = ctx.saved_tensors
-        with _copy(grad.numel(), grad):
-            return grad.new_zeros(ctx.rows, grad.shape[1]).index_add_(0, tokens, grad), None
+def _sums(copies: Tensor, tokens: Tensor, rows: int) -> Tensor:
+    with _copy(copies.numel(), copies):
+        return copies.new_zeros(rows, copies.shape[1]).index_add_(0, tokens, copies)
+
+
+def _sorted(y: Tensor, outer: int, inner: int) -> Tensor:
+    """Equal blocks of rows, ``[outer, inner]`` of them, in the order ``[inner, outer]``."""
+    with _copy(y.numel(), y):
+        return y.unflatten(0, (outer, inner, -1)).transpose(0, 1).reshape(y.shape)
+
+
+def _all_to_all(x: Tensor, group: Group) -> Tensor:
+    output, x = torch.empty_like(x), x.contiguous()
+    dist.all_to_all_single(output, x, group=group)
+    return output
+
+
+def _copy(numel: int, x: Tensor) -> Any:
+    return annotate.op("copy", (numel,), x.dtype)
+
+
+Permute = composite.conjugate("Permute", _copies, _sums)  # copies of tokens, in the order of their experts
+Sort = composite.conjugate("Sort", _sorted, lambda grad, outer, inner: _sorted(grad, inner, outer))
+Exchange = composite.conjugate("Exchange", _all_to_all, _all_to_all)
 
 
 class Unpermute(torch.autograd.Function):
@@ -126,24 +143,6 @@ class Unpermute(torch.autograd.Function):
             grad = grad.index_select(0, tokens)
             grad_weights = (grad * y).sum(-1, dtype=weights.dtype)
             return grad.mul_(weights[:, None].to(grad.dtype)), grad_weights, None, None
-
-
-class Sort(torch.autograd.Function):
-    """Equal blocks of rows, ``[outer, inner]`` of them, in the order ``[inner, outer]``."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, outer: int, inner: int) -> Tensor:
-        ctx.sizes = inner, outer
-        with _copy(y.numel(), y):
-            return y.unflatten(0, (outer, inner, -1)).transpose(0, 1).reshape(y.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return Sort.forward(ctx, grad, *ctx.sizes), None, None
-
-
-def _copy(numel: int, x: Tensor) -> Any:
-    return annotate.op("copy", (numel,), x.dtype)
 
 
 class Grouped(torch.autograd.Function):
@@ -172,12 +171,3 @@ class Grouped(torch.autograd.Function):
         dims, kind = ((groups, len(x), n, k), kind) if groups > 1 else ((len(x), n, k), kind.removeprefix("grouped_"))
         with annotate.op(kind, dims, x.dtype):
             return run([len(x) // groups] * groups)
-
-
-def _all_to_all(x: Tensor, group: Group) -> Tensor:
-    output, x = torch.empty_like(x), x.contiguous()
-    dist.all_to_all_single(output, x, group=group)
-    return output
-
-
-Exchange = conjugate("Exchange", _all_to_all, _all_to_all)

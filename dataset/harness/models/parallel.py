@@ -131,15 +131,16 @@ class ParallelTraining:
 
         With ZeRO-1 and -2 and in a pipeline it stays as it is: see ``Bucket`` and ``all_reduce_gradients``.
         """
-        group, parallel, unshared = self.groups["dp"], self.job["parallel"], part.unshared()
+        group, parallel = self.groups["dp"], self.job["parallel"]
+        own = {name: each for name, each in part.named_parameters() if hasattr(each, "unshared")}
         if self.sharded and self.mesh is not None:
             for module in (*part.wrapped, part):
-                own = set(unshared.values())
-                fully_shard(module, mesh=self.mesh["dp"], mp_policy=part.precision, ignored_params=own)
+                ignored = set(own.values())
+                fully_shard(module, mesh=self.mesh["dp"], mp_policy=part.precision, ignored_params=ignored)
         if group is None or self.reduces_last or parallel["zero_stage"]:
             return part
         bucket = parallel["bucket_mbytes"]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(part, list(unshared))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(part, list(own))
         return DistributedDataParallel(part, process_group=group, bucket_cap_mb=bucket, gradient_as_bucket_view=True)
 
     @property
@@ -157,9 +158,8 @@ class ParallelTraining:
             all_reduce_flat(bucket, self.groups["dp"], self.degrees["dp"])
 
     def shared_parameters(self) -> list[nn.Parameter]:
-        """Parameters that replicas share."""
-        own = {id(each) for part in self.parts.values() for each in part.unshared().values()}
-        return [each for each in self.model.parameters() if id(each) not in own]
+        """Parameters that replicas share, which are all but those of experts that each rank has some of."""
+        return [each for each in self.model.parameters() if not hasattr(each, "unshared")]
 
     def _schedule(self, shapes: Callable[[int], tuple[Tensor, Tensor]], table: str) -> Any:
         stages = []
@@ -241,9 +241,9 @@ class Training(ParallelTraining):
         passes = 1 if zero == 2 else self.num_micro_batches if parallel.get("overlap_grad_reduce", True) else 0
         shared = in_buckets(replicated[::-1], parallel["bucket_mbytes"] * 2**20) if zero in (1, 2) else ()
         self.buckets = [Bucket(each, group, passes) for each in shared]  # in the order in which their gradients come
-        own = [each for part in self.parts.values() for each in part.unshared().values()]
-        self.updated = [*[bucket.shard for bucket in self.buckets], *own] if self.buckets else parameters
-        groups = [each for each in self.updated if id(each) not in {*map(id, own)}], own  # no kernel takes both kinds
+        own = [each for each in parameters if hasattr(each, "unshared")]
+        groups = [bucket.shard for bucket in self.buckets] or replicated, own  # no kernel takes DTensors and others
+        self.updated = [*groups[0], *own]
         self.optimizer = torch.optim.AdamW([{"params": each} for each in groups if each], lr=1e-4, fused=True)
         self._adamw_dims = (sum(_local(p).numel() for p in self.updated), len(parameters))
         self.tokens, self.targets = self._data()

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import compress
 from typing import Any, cast
 
 import torch
@@ -36,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..base import annotate
 from ..base.collective_calls import Buffers, Group, collective_call
+from ..ops.composite import conjugate
 from ..ops.input_pool import DTYPES
 from .parallel import ParallelTraining, own_group
 
@@ -161,19 +163,15 @@ class Rank:
         call.run(Buffers(full, torch.empty_like(full), torch.zeros(numel // group.size()), [], group))
 
 
-class _Input(torch.autograd.Function):
-    """Work on the way forward, and other work on the way back, which do nothing to the numbers."""
+def _done(x: Tensor, work: Work) -> Tensor:
+    work()
+    return x.clone()
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ahead: Work, back: Work) -> Tensor:
-        ctx.back = back
-        ahead()
-        return x.clone()
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        ctx.back()
-        return gradients[0], None, None
+# Work on the way forward, and other work on the way back, which do nothing to the numbers.
+_Input = conjugate("_Input", lambda x, ahead, _: _done(x, ahead), lambda grad, _, back: _done(grad, back))
+# Changes the number of elements, forward and backward.
+_Resize = conjugate("_Resize", lambda x, numel, _: x.new_zeros(1, numel), lambda _, __, shape: torch.zeros(shape))
 
 
 class _Weight(torch.autograd.Function):
@@ -190,28 +188,16 @@ class _Weight(torch.autograd.Function):
         return (None, *(torch.zeros(shape) for shape in ctx.shapes))
 
 
-class _Resize(torch.autograd.Function):
-    """Changes the number of elements, forward and backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, numel: int) -> Tensor:
-        ctx.shape = x.shape
-        return x.new_zeros(1, numel)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return torch.zeros(ctx.shape), None
-
-
 class Block(nn.Module):
     """A layer, an embedding or a head."""
 
     def __init__(self, rank: Rank, steps: Sequence[dict[str, Any]]) -> None:
         super().__init__()
         self.rank, self.steps = rank, steps
-        sizes = [(numel, "expert" in step) for step in steps for numel in step["parameters"]]
-        self.weights = nn.ParameterList(torch.zeros(numel) for numel, _ in sizes)
-        self.of_experts = [place for place, (_, expert) in enumerate(sizes) if expert]
+        self.weights = nn.ParameterList(torch.zeros(numel) for step in steps for numel in step["parameters"])
+        of_experts = ["expert" in step for step in steps for _ in step["parameters"]]
+        for each in compress(self.weights, of_experts):
+            each.unshared = True
 
     def forward(self, x: Tensor) -> Tensor:
         held, edge, do = iter(self.weights), self.rank.at_edge, self.rank.do
@@ -236,16 +222,10 @@ class Part(nn.Module):
         self.layers = nn.ModuleList(Block(rank, sleeps["blocks"][block]) for block in own)
         self.wrapped = [layer for layer, block in zip(self.layers, own, strict=True) if block not in sleeps["root"]]
         self.precision = MixedPrecisionPolicy()
-        self.has_experts = rank.groups["ep"] is not None
         self.size_in, self.size_out = [1, *sleeps["boundary_numel"], 1][number : number + 2]
 
-    def unshared(self) -> dict[str, nn.Parameter]:
-        """Parameters of this rank alone, by name."""
-        places = {f"layers.{at}.weights.{place}" for at, layer in enumerate(self.layers) for place in layer.of_experts}
-        return {name: each for name, each in self.named_parameters() if self.has_experts and name in places}
-
     def forward(self, x: Tensor) -> Tensor:
-        x = cast(Tensor, _Resize.apply(x, 1))
+        x = cast(Tensor, _Resize.apply(x, 1, x.shape))
         for layer in self.layers:
             x = layer(x)
-        return cast(Tensor, _Resize.apply(x, self.size_out))
+        return cast(Tensor, _Resize.apply(x, self.size_out, x.shape))

@@ -12,7 +12,6 @@ another type than activations are cast where they are used, as autocast does; FS
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -247,30 +246,10 @@ def _reduce(x: Tensor, group: Group) -> Tensor:
     return x
 
 
-Pass = Callable[[Tensor, Group], Tensor]
-
-
-def conjugate(name: str, ahead: Pass, back: Pass) -> Any:
-    """The function of autograd that communicates with a group forward and backward."""
-
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        y = ahead(x, group)
-        if y is x:
-            ctx.mark_dirty(x)
-        return y
-
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return back(grad, ctx.group), None
-
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(name, (torch.autograd.Function,), methods)
-
-
-CopyToRegion = conjugate("CopyToRegion", lambda x, _: x.view_as(x), _reduce)  # f
-ReduceFromRegion = conjugate("ReduceFromRegion", _reduce, lambda grad, _: grad)  # g
-GatherRows = conjugate("GatherRows", _gather_rows, _scatter_rows)  # sequence parallel's f
-ScatterRows = conjugate("ScatterRows", _scatter_rows, _gather_rows)  # sequence parallel's g
+CopyToRegion = composite.conjugate("CopyToRegion", lambda x, _: x.view_as(x), _reduce)  # f
+ReduceFromRegion = composite.conjugate("ReduceFromRegion", _reduce, lambda grad, _: grad)  # g
+GatherRows = composite.conjugate("GatherRows", _gather_rows, _scatter_rows)  # sequence parallel's f
+ScatterRows = composite.conjugate("ScatterRows", _scatter_rows, _gather_rows)  # sequence parallel's g
 
 
 class BiasedRowLinear(torch.autograd.Function):

@@ -24,9 +24,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from ..ops import composite
+from ..ops.context_attention import ContextAttention
 from ..plan.plan_checks import num_micro_batches
 from . import torch_parts as parts
-from .context import context_attention
 from .mixture import Mixture
 from .torch_parts import Group, Norm, Shape, full_weight, parameter
 
@@ -94,14 +94,6 @@ class Stage(nn.Module):
             parameters += [self.head.transform, self.head.transform_bias]
         return parameters
 
-    def unshared(self) -> dict[str, nn.Parameter]:
-        """Parameters of this rank alone, by name: those of experts that each rank has some of."""
-        if self.shape.ep_group is None:
-            return {}
-        prefixes = [f"{name}.{word}." for name, each in self.named_modules() if isinstance(each, Mixture)
-                    for word in ("up", "down")]  # fmt: skip
-        return {name: each for name, each in self.named_parameters() if name.startswith(tuple(prefixes))}
-
 
 def token_rows(shape: Shape, tokens: Tensor) -> Tensor:
     """``tokens[sequences, length]`` so that each micro-batch's, once chunked, are in the order of its rows."""
@@ -151,7 +143,7 @@ class Attention(nn.Module):
                 qkv = composite.Rope.apply(qkv, *positions, heads + kv_heads)
             fused, causal = qkv.view(-1, shape.seq_len, heads + 2 * kv_heads, shape.head_dim), shape.family != "bert"
             if shape.cp_group is not None:
-                found = context_attention(fused, heads, shape.cp_group, causal=causal, ring=shape.ring)
+                found = ContextAttention.apply(fused, heads, shape.cp_group, causal, shape.ring).reshape(len(qkv), -1)
             else:
                 found = composite.attend(*fused.split([heads, kv_heads, kv_heads], dim=2), causal=causal)
         return self.out(found)
@@ -281,7 +273,9 @@ class BertEmbedding(Embedding):
         self.norm = Norm(shape)
         first = shape.rank * shape.rows if shape.sequence_parallel else 0
         place = torch.arange(first, first + shape.rows, device=shape.device).remainder_(shape.seq_len)
-        self.type_of_row = (shape.places[place] >= shape.whole_len // 2).long()  # no buffer: DDP and FSDP have no business with it
+        self.type_of_row = (
+            shape.places[place] >= shape.whole_len // 2
+        ).long()  # no buffer: DDP and FSDP have no business with it
 
     def forward(self, tokens: Tensor) -> Any:
         x = super().forward(tokens)

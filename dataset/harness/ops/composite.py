@@ -12,7 +12,7 @@ autograd runs on a GPU).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -93,17 +93,21 @@ def _differentiable(name: str, kind: str, dims: Any, run: Callable[..., tuple[Te
     return type(name, (torch.autograd.Function,), methods)
 
 
-class Cast(torch.autograd.Function):
-    """A conversion between fp32 and 16 bits, with that of its gradient."""
+def conjugate(name: str, ahead: Callable[..., Tensor], back: Callable[..., Tensor]) -> Any:
+    """The function of autograd of a tensor and, in both directions, the same others, mostly a group."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = x.dtype
-        return _converted(x, dtype)
+    def forward(ctx: Any, x: Tensor, *how: Any) -> Tensor:
+        ctx.how = how
+        y = ahead(x, *how)
+        if y is x:
+            ctx.mark_dirty(x)
+        return y
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _converted(grad, ctx.dtype), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return back(grad, *ctx.how), *[None] * len(ctx.how)
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), methods)
 
 
 def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -111,9 +115,13 @@ def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype)
 
 
+# A conversion between fp32 and 16 bits, with that of its gradient.
+Cast = conjugate("Cast", lambda x, dtype, _: _converted(x, dtype), lambda grad, _, before: _converted(grad, before))
+
+
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor in a type; the tensor itself where it has the type."""
-    return x if x.dtype == dtype else Cast.apply(x, dtype)
+    return x if x.dtype == dtype else Cast.apply(x, dtype, x.dtype)
 
 
 @composite
@@ -160,32 +168,17 @@ def rope_(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return heads
 
 
-class Rope(torch.autograd.Function):
-    """Rotate queries and keys within the fused ``qkv[rows, (heads + 2 * kv_heads) * head_dim]``, in place.
+def _rotate(kind: str, qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor:
+    seq_len, head_dim = cos.shape[0], 2 * cos.shape[-1]
+    with annotate.op(kind, (qkv.shape[0] * rotated * head_dim,), qkv.dtype):
+        heads = qkv.view(-1, seq_len, qkv.shape[1] // head_dim, head_dim)[:, :, :rotated]
+        rope_(heads, cos, sin if kind == "rope" else -sin)  # a negation outside would be an op of its own
+    return qkv
 
-    The linear that made ``qkv`` does not need it for its gradient, and the gradient that attention hands
-    back has no other reader, so neither direction copies anything.
-    """
 
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.rotated = rotated
-        ctx.mark_dirty(qkv)
-        return Rope._rotate("rope", qkv, cos, sin, rotated)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        return Rope._rotate("rope_backward", grad, cos, sin, ctx.rotated), None, None, None
-
-    @staticmethod
-    def _rotate(kind: str, qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor:
-        seq_len, head_dim = cos.shape[0], 2 * cos.shape[-1]
-        with annotate.op(kind, (qkv.shape[0] * rotated * head_dim,), qkv.dtype):
-            heads = qkv.view(-1, seq_len, qkv.shape[1] // head_dim, head_dim)[:, :, :rotated]
-            rope_(heads, cos, sin if kind == "rope" else -sin)  # a negation outside would be an op of its own
-        return qkv
+# Rotate queries and keys within the fused ``qkv[rows, (heads + 2 * kv_heads) * head_dim]``, in place: the linear that
+# made ``qkv`` does not need it for its gradient, and the gradient that attention hands back has no other reader.
+Rope = conjugate("Rope", partial(_rotate, "rope"), partial(_rotate, "rope_backward"))
 
 
 def gelu(x: Tensor) -> Tensor:

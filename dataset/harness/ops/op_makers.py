@@ -10,9 +10,9 @@ Dims of products are those of the forward linear (m rows, n outputs, k inputs), 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base.errors import HarnessError
-from . import composite, part_attention
-from .grouped_products import grouped, grouped_wgrad
+from . import composite, context_attention
 from .input_pool import Call, Inputs, Maker, Pool, Run, shares
 
 _aten = torch.ops.aten
@@ -40,13 +39,11 @@ def _attention(pool: Pool, *dims: int, latent: bool = False, backward: bool = Fa
             rule = "causal attention with q_len = kv_len, or as one of n ranks of context parallelism on a CPU"
             raise HarnessError(f"the harness measures {rule} (kv_len = n q_len), got {q_len}, {kv_len}")
         first: tuple[Any, ...] = (b, q_len, heads, dim), (size, b, q_len, 2 * kv_heads, dim)
-        in_order = part_attention.in_order
         if not backward:
-            return (lambda q, parts: part_attention.attend_part(q, in_order(parts, True), 0, True)), *first
-        q, parts = (pool.take(*each).clone() for each in first)
-        kept = part_attention.attend_part(q, in_order(parts, True), 0, True)
-        take = part_attention.attend_part_backward
-        return (lambda grad: take(grad, q, in_order(parts, True), *kept, 0, True)), first[0]
+            return partial(context_attention.attend_parts, place=0, causal=True), *first
+        q, keys = (pool.take(*each).clone() for each in first)
+        kept = q, *context_attention.attend_parts(q, keys, 0, True)
+        return (lambda grad: context_attention.attend_parts_backward((grad, *kept), keys, 0, True)), first[0]
 
     def parts() -> Inputs:
         if latent:
@@ -85,7 +82,44 @@ def scaled_product(device: torch.device, *, fast: bool) -> Callable[[Tensor, Ten
     return partial(torch._scaled_mm, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
-# Mixtures of experts, which get equal shares of the rows.
+# Mixtures of experts: one kernel where the device has it, else a loop over the experts.
+
+
+def one_kernel(x: Tensor, wide: int) -> bool:
+    """Whether the grouped product of bf16 rows of whole 16 bytes exists (Hopper and later)."""
+    if x.device.type != "cuda" or not hasattr(torch, "_grouped_mm"):
+        return False
+    return (
+        x.dtype == torch.bfloat16 and wide % 8 == x.shape[1] % 8 == 0 and torch.cuda.get_device_capability() >= (9, 0)
+    )
+
+
+@lru_cache(maxsize=64)
+def _ends(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
+
+
+def grouped(x: Tensor, weights: Tensor | Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """``y[m, wide] = x[m, deep] @ weights[group][deep, wide]``; ``sizes``: rows of each group."""
+    wide = weights[0].shape[1]
+    if one_kernel(x, wide):
+        whole = weights if isinstance(weights, Tensor) else torch.stack(tuple(weights))
+        return torch._grouped_mm(x, whole, offs=_ends(tuple(sizes), x.device))
+    y = x.new_empty(len(x), wide)
+    for rows, matrix, out in zip(x.split(sizes), weights, y.split(sizes), strict=True):
+        torch.mm(rows, matrix, out=out)
+    return y
+
+
+def grouped_wgrad(grad: Tensor, x: Tensor, sizes: Sequence[int], scale: float = 1.0) -> Tensor:
+    """``[groups, n, k]`` from ``grad[m, n]`` and ``x[m, k]``, times ``scale``."""
+    if one_kernel(x, grad.shape[1]):
+        whole = torch._grouped_mm(grad.t(), x, offs=_ends(tuple(sizes), x.device))
+        return whole if scale == 1.0 else whole.mul_(scale)
+    weights = x.new_empty(len(sizes), grad.shape[1], x.shape[1])
+    for grads, rows, out in zip(grad.split(sizes), x.split(sizes), weights, strict=True):
+        torch.addmm(out, grads.t(), rows, beta=0, alpha=scale, out=out)
+    return weights
 
 
 def _grouped(groups: int, m: int) -> Run:

@@ -315,7 +315,9 @@ def _check_computed(rules: Rules, job: dict[str, Any], count: int) -> None:
     if model["family"] == "llama":
         rules.require(head_dim % 2 == 0, f"rotary positions need an even model.head_dim, got {head_dim}")
     if (cp := parallel.get("cp", 1)) > 1:
-        rules.divides(2 * cp, "2 * parallel.cp (a part from the front and one from the back)", model["seq_len"], "seq_len")
+        rules.divides(
+            2 * cp, "2 * parallel.cp (a part from the front and one from the back)", model["seq_len"], "seq_len"
+        )
     if sequence:
         parallel_rules.check_sequence(rules, "seq_len", model["seq_len"], tp=parallel["tp"], cp=cp)
     layers, length = model.get("encoder_layers", 0), model.get("encoder_seq_len", 0)

@@ -37,7 +37,7 @@ def test_within_three_percent_of_pytorchs_tracker(rank: int, change: dict[str, A
 
 @pytest.mark.filterwarnings("ignore")  # torch's own
 def test_experts_that_fsdp_leaves_alone_are_updated_with_the_others() -> None:
-    """AdamW takes sharded and whole parameters; the estimate counts a gathered copy of experts, which are whole here."""
+    """AdamW takes sharded and whole parameters; the estimate counts gathered copies of experts that are whole here."""
     row = tracked_row(tracked_job({**SIZE, **MIXTURE, "dp": 2, "ep": 2, "zero_stage": 3}))
     assert 0 <= row["error"] <= 0.15, row
 

@@ -9,7 +9,7 @@ import torch
 
 from stepsight.dataset.harness.base.errors import HarnessError
 from stepsight.dataset.harness.capturing.recorder import signature_of
-from stepsight.dataset.harness.ops import composite, grouped_products, op_makers
+from stepsight.dataset.harness.ops import composite, op_makers
 from stepsight.dataset.harness.ops.callables import is_replayed, op_call, replayed_call
 from stepsight.dataset.harness.ops.input_pool import Pool
 from stepsight.dataset.kinds.op import OP_KINDS
@@ -86,7 +86,7 @@ def test_a_grouped_product_is_the_products_of_its_groups(
     """10 rows, three experts: 4, 3 and 3 of them; a loop and one kernel agree."""
     if one_kernel and not hasattr(torch, "_grouped_mm"):
         pytest.skip("this torch has no grouped product")
-    monkeypatch.setattr(grouped_products, "one_kernel", lambda *_: one_kernel)
+    monkeypatch.setattr("one_kernel", lambda *_: one_kernel)
     call = op_call("grouped_linear", [3, 10, 8, 4], pool)
     x, w = call.inputs()
     expected = torch.cat([rows @ matrix for rows, matrix in zip(x.split([4, 3, 3]), w, strict=True)])
