@@ -247,16 +247,18 @@ class _Asked(NamedTuple):
     states: States
     schedule: Schedule
     torch_runtime: bool
+    experts_shared: bool  # whether other ranks hold the same experts: only then their gradients are copied
     reserve: tuple[float, float, float]  # bytes, slack as a part of what is allocated and freed, the device's bytes
 
 
 def _asked(job: Job, hardware: Hardware) -> _Asked:
     p, semantics = job.parallel, semantics_of(job, hardware.kind)
-    states = states_of(p, semantics, job.batch.dtype, groups_of(job))
+    groups = groups_of(job)
+    states = states_of(p, semantics, job.batch.dtype, groups)
     schedule = schedule_of(p.schedule, p.pp, job.num_micro_batches, p.virtual_stages, job.batch.flushes)
     reserve = hardware.reserved_bytes, hardware.fragmentation, hardware.memory_bytes
     shape, torch_runtime = rank_shape(job, semantics=semantics), semantics.overlap.runtime == "torch"
-    return _Asked(shape, part_shapes(job), states, schedule, torch_runtime, reserve)
+    return _Asked(shape, part_shapes(job), states, schedule, torch_runtime, groups.experts.size > 1, reserve)
 
 
 def estimate_moments(job: Job, hardware: Hardware) -> tuple[Floats, ...]:
@@ -296,7 +298,7 @@ def _held(asked: _Asked) -> tuple[Floats, Floats, Floats]:
     numel, frozen = elements[:, :2], elements[:, 2:]
     held = np.array([states.parameters, states.gradients, states.optimizer, states.workspace]) @ numel.T
     held[0] += frozen @ states.frozen
-    held[3] += np.minimum(states.flat_bytes, numel @ np.array(states.flat_share))
+    held[3] += np.minimum(states.flat_bytes, numel @ (np.array(states.gradients) * (1, asked.experts_shared)))
     if shape.tables is not None:
         held[[0, 2], 0] += shape.tables.parameter_bytes, shape.tables.state_bytes
     return bytes_of, held, messages + np.minimum(states.bucket_bytes, float(shape.main_bytes) * numel.sum(axis=1))

@@ -190,7 +190,6 @@ class States:
     workspace: tuple[float, float]  # of the optimizer's step, for a moment
     bucket_bytes: float  # of gradients on their way while backward runs
     flat_bytes: float  # the same after it: eager pipelines reduce copies, a bucket at a time
-    flat_share: tuple[float, float]  # what of them all are copied: experts that no other rank holds are not reduced
     execution: PartExecution  # what this means for parts of the model
 
 
@@ -235,7 +234,6 @@ def states_of(p: ParallelSpec, semantics: ExecutionSemantics, precision: str, gr
         workspace=each(float(main), parts[2]) if semantics.optimizer == "foreach" else (0.0, 0.0),
         bucket_bytes=2 * bucket_bytes if p.zero_stage == 2 and groups.shard.size > 1 else 0.0,
         flat_bytes=bucket_bytes if copies and p.pp > 1 else 0.0,
-        flat_share=(gradients[0], gradients[1] if groups.experts.size > 1 else 0.0),
         execution=PartExecution(
             p.recomputes,
             p.recompute_every,

@@ -86,7 +86,7 @@ def test_a_grouped_product_is_the_products_of_its_groups(
     """10 rows, three experts: 4, 3 and 3 of them; a loop and one kernel agree."""
     if one_kernel and not hasattr(torch, "_grouped_mm"):
         pytest.skip("this torch has no grouped product")
-    monkeypatch.setattr("one_kernel", lambda *_: one_kernel)
+    monkeypatch.setattr(op_makers, "one_kernel", lambda *_: one_kernel)
     call = op_call("grouped_linear", [3, 10, 8, 4], pool)
     x, w = call.inputs()
     expected = torch.cat([rows @ matrix for rows, matrix in zip(x.split([4, 3, 3]), w, strict=True)])
