@@ -103,7 +103,8 @@ class ContextAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, heads: int, group: Group, causal: bool, ring: bool) -> Tensor:
-        size, place, state = group.size(), group.rank(), None
+        size, place = group.size(), group.rank()
+        state: Any = None
         q, kv = (each.contiguous() for each in qkv.split([heads, qkv.shape[2] - heads], 2))
         if not ring:
             state = attend_parts(q, _gathered(kv, group), place, causal)

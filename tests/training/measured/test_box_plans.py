@@ -21,10 +21,10 @@ COUNTS = {"rounds": 2, "steps": 1, "warmup": 1, "profile_steps": 0}
 
 
 def _job(box: Box = FOUR, batches: int = 4, model: dict[str, Any] | None = None, **parallel: Any) -> Job:
-    sizes = {"layers": 8, "hidden": 256, "heads": 16, "vocab": 2048, "seq_len": 128, **(model or {})}
-    dp = box.num_ranks // (parallel.get("tp", 1) * parallel.get("pp", 1))
+    sizes = {"family": "gpt", "layers": 8, "hidden": 256, "heads": 16, "vocab": 2048, "seq_len": 128, **(model or {})}
+    dp = box.num_ranks // (parallel.get("tp", 1) * parallel.get("pp", 1) * parallel.get("cp", 1))
     job = Job(
-        model=ModelSpec(family="gpt", **sizes),
+        model=ModelSpec(**sizes),
         parallel=ParallelSpec(dp=dp, **parallel),
         batch=BatchSpec(micro_batch=1, global_batch=batches * dp, precision="fp32"),
         cluster=ClusterSpec(hardware=HARDWARE, nodes=box.nodes, devices_per_node=box.ranks_per_node),
@@ -117,6 +117,18 @@ def test_a_schedule_that_torch_has_no_class_for_is_written_down() -> None:
     table = sleeps_of(_job(pp=4, schedule="zb-h1", batches=8), _latency())["table"]
     rows = table.split()
     assert len(rows) == 4 and "0F0" in rows[0] and "3W7" in rows[3]
+
+
+def test_ranks_that_share_sequences_or_experts_exchange_what_is_lowered() -> None:
+    """Gathered keys and values of eight layers, forward and backward; copies of tokens to experts and back."""
+    shared = sleeps_of(_job(cp=2, context_parallel="all_gather"), _latency())
+    kinds = [kind for _, kind, _ in _items(shared, "cp")]
+    assert (kinds.count("all_gather"), kinds.count("reduce_scatter"), len(kinds)) == (16, 8, 24)
+    mixture = {"family": "llama", "experts": 4, "experts_per_token": 2, "expert_ffn": 512, "capacity_factor": 1.0}
+    sent = sleeps_of(_job(model=mixture, ep=4), _latency())
+    assert {kind for _, kind, _ in _items(sent, "ep")} == {"all_to_all"} and len(_items(sent, "ep")) == 32
+    of_experts = [step["parameters"] for block in sent["blocks"] for step in block if "expert" in step]
+    assert of_experts == [[2 * 512 * 256], [512 * 256]]
 
 
 def test_a_slow_rank_has_a_pace_of_its_own() -> None:
