@@ -339,6 +339,39 @@ class Program:
         columns = {name: values[kept] for name, values in self._rows().items()}
         return self._with_rows(columns, {**listed, "delay_s": delay_s})
 
+    def fuse(self, nodes: Iterable[int], work: Op | Collective, name: str = "") -> Program:
+        """The program with one node of another signature in place of some nodes of one stream.
+
+        It waits for all that they waited for, takes the sum of their measured times, and what waited for one of them
+        waits for it.  Raises ``StepsightError`` if another node waits for one of them and one of them for it.
+        """
+        chosen, columns, listed = chosen_nodes(nodes, len(self)), self._rows(), self._listed()
+        check_node(work, "")
+        if len(streams := set(columns["stream"][chosen].tolist())) != 1 or work is None:
+            rule = "nodes of one stream must be fused, into an Op or a Collective"
+            raise StepsightError(f"{rule}, got {len(chosen)} nodes of {len(streams)} streams and {work!r:.80}")
+        numbers, last = np.arange(len(self)), chosen[-1]
+        names = _distinct([*self.names, *([name] if name else [])])
+        inside = np.isin(numbers, chosen)
+        waits = inside.copy()  # for one of them, and so must come after all of them
+        for source, target, _ in sorted(self.all_edges(), key=lambda edge: edge[1]):
+            if waits[source] and inside[target] and not inside[source]:
+                raise StepsightError(f"nodes that are fused must not wait for each other by another, got node {source}")
+            waits[target] |= waits[source]
+        order = np.argsort(np.where(waits & ~inside & (numbers < last), last + 0.5, numbers), kind="stable")
+        order, place = order[~inside[order] | (order == last)], numbers.copy()
+        place[order] = numbers[: len(order)]
+        place[chosen] = place[last]
+        columns["start_s"][last] = columns["start_s"][chosen].min()
+        columns["name"][last] = names.index(name) if name else columns["name"][last]
+        for each in ("duration_s", "unrecorded_s"):
+            columns[each][last] = columns[each][chosen].sum()
+        listed |= {end: place[listed[end]] for end in ("source", "target")}
+        apart = listed["source"] != listed["target"]
+        listed = {each: values[apart] for each, values in listed.items()}
+        made = self._with_rows({each: values[order] for each, values in columns.items()}, listed, names=names)
+        return made.change([place[last]], work)
+
     def of_step(self, step: int) -> Program:
         """The nodes of one step, and the edges among them."""
         chosen, listed = self.columns["step"] == step, self._listed()

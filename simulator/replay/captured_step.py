@@ -41,8 +41,7 @@ class CapturedStep:
     walked: ReplayTimes  # when each node starts and ends, the graphs one after the other
     graphs: tuple[Program, ...]  # of the ranks, with durations
     alone: tuple[Floats, ...]  # seconds of each distinct signature of each rank, without what overlap and context add
-    # (causes, n) of each rank: seconds, within the durations, that collectives of CAUSES beside nodes take
-    lost: tuple[Floats, ...]
+    lost: tuple[Floats, ...]  # (n,) of each rank: seconds, within the durations, that replicas' collectives take
 
     @cached_property
     def iteration_time_s(self) -> float:
@@ -102,10 +101,11 @@ def _timed(graph: Program, alone: Floats, latency: LatencyModel) -> tuple[Progra
     """The graph with durations, and with launches after waits of the host; what its nodes lose to overlap."""
     seconds = _of_works(graph, alone)
     if latency.knows_context:
-        program = graph.part(np.flatnonzero(graph.on_device), "step")
-        seconds[graph.on_device] = latency.in_context([program], [seconds[graph.on_device]])[0]
+        passes, programs = _passes(graph)
+        for own, inside in zip(passes, latency.in_context(programs, [seconds[own] for own in passes]), strict=True):
+            seconds[own] = inside
     lost = _lost_to_overlap(graph, seconds, latency.hardware.comm_compute_share)
-    graph = graph.replace(duration_s=seconds + lost.sum(axis=0))
+    graph = graph.replace(duration_s=seconds + lost)
     waits = np.flatnonzero(graph.columns["kind"] == HOST)
     if not latency.hardware.has_host or not len(waits):
         return graph, lost
@@ -114,6 +114,19 @@ def _timed(graph: Program, alone: Floats, latency: LatencyModel) -> tuple[Progra
     after = np.flatnonzero(since >= 0)
     launched = done[after] - done[waits[since[after]]]
     return graph.with_edges(waits[since[after]], after, Dependency.LAUNCH, launched), lost
+
+
+def _passes(graph: Program) -> tuple[list[NDArray[np.int64]], list[Program]]:
+    """Nodes of each pass, and the pass as a program, as predictions of jobs and training know them: ops and collectives
+    of one phase up to a message between stages.  Equal passes are one program.
+    """
+    nodes, shared = graph.columns, dict[object, Program]()
+    message = _of_works(graph, np.array([float(work.kind == "send_recv") for work in graph.works])) > 0
+    own = np.flatnonzero(graph.on_device & ~message)
+    key = np.stack([nodes["phase"], np.cumsum(message)])[:, own]
+    passes = np.split(own, np.flatnonzero((np.diff(key) != 0).any(axis=0)) + 1)
+    programs = [graph.part(each, (*PHASES, "step")[nodes["phase"][each[0]]]) for each in passes if len(each)]
+    return passes, [shared.setdefault(program.digest_key, program) for program in programs]
 
 
 def _timed_on_host(graph: Program, alone: Floats, host: HostTimes) -> tuple[Program, Floats]:
@@ -126,18 +139,20 @@ def _timed_on_host(graph: Program, alone: Floats, host: HostTimes) -> tuple[Prog
     seconds[chosen], gaps[chosen] = host.seconds(calls, ops, phases.tolist()), np.array(host.gaps_s)[phases]
     delay = np.where(nodes["kind"][edges["source"]] == OP, gaps[edges["target"]], graph.delay_s)
     seconds[chosen[:1]] += host.step_s  # time that no op follows is before the first op
-    return graph.replace(duration_s=seconds, delay_s=delay), np.zeros((len(CAUSES), len(graph)))
+    return graph.replace(duration_s=seconds, delay_s=delay), np.zeros(len(graph))
 
 
 def _lost_to_overlap(graph: Program, seconds: Floats, share: float) -> Floats:
-    """Seconds by cause that ops lose to overlapping collectives: the next op after each issue, if it does not wait."""
-    lost, nodes = np.zeros((len(CAUSES), len(graph))), graph.columns
+    """Seconds that ops lose to the replicas' collectives beside them, as in jobs: the next op after each issue, if it
+    does not wait.
+    """
+    lost, nodes = np.zeros(len(graph)), graph.columns
     ops = np.flatnonzero((nodes["kind"] == OP) & (nodes["stream"] == COMPUTE))
     sent = np.flatnonzero((nodes["kind"] == COLLECTIVE) & (nodes["stream"] != COMPUTE) & (share > 0))
     waits = set(zip(graph.edge_columns["source"].tolist(), graph.edge_columns["target"].tolist(), strict=True))
     for node, after in zip(sent.tolist(), np.searchsorted(ops, sent).tolist(), strict=True):
-        if after < len(ops) and (node, int(ops[after])) not in waits:
-            lost[CAUSES.index(axis_of(graph, node)), ops[after]] += share * seconds[node]
+        if after < len(ops) and (node, int(ops[after])) not in waits and axis_of(graph, node) == "dp_communication":
+            lost[ops[after]] += share * seconds[node]
     return lost
 
 
@@ -159,10 +174,9 @@ def _rank_causes(step: CapturedStep, place: int) -> dict[str, float]:
         optimizer = int(graph.columns["phase"][node]) == PHASES.index("optimizer")
         cause = axis_of(graph, node) if not is_op else "optimizer" if optimizer else "compute"
         busy = float(end[node]) - max(now, float(start[node]))
-        taken = lost[:, node] * min(1.0, busy / max(float(lost[:, node].sum()), 1e-12))
-        found[cause] += busy - float(taken.sum())
-        for number in np.flatnonzero(taken).tolist():
-            found[CAUSES[number]] += float(taken[number])
+        taken = min(float(lost[node]), busy)
+        found[cause] += busy - taken
+        found["dp_communication"] += taken
         now = max(now, float(end[node]))
     mine = float(end.max(initial=0.0))
     if mine > now:

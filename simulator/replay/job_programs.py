@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.capture.captured import Captured, CapturedRank, read_captured
-from stepsight.dataset.graph.program import COLLECTIVE, PHASES, Dependency, Node, Program
+from stepsight.dataset.graph.program import COLLECTIVE, HOST, PHASES, Dependency, Node, Program
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.graph.relations import positions
 from stepsight.dataset.hardware.hardware import Hardware, find_hardware, unknown_hardware
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.kinds.op import Collective
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.trace_graphs.call_segments import UnmeasuredRun, call_segments
 from stepsight.simulator.clock.engine import COMPUTE
 from stepsight.simulator.memory import estimate_memory
@@ -27,6 +27,8 @@ from stepsight.simulator.schedules.order import COMPUTE as COMPUTED
 from stepsight.simulator.schedules.order import POST, RECEIVE
 
 Ints = NDArray[np.int32]
+_WAIT = Program([Node(Op("host_calls", (1,), "fp32"), "host", "pass")])
+_HOST_WAIT = _WAIT.replace(works=(), columns={**_WAIT.columns, "kind": np.array([HOST]), "work": np.array([-1])})
 
 
 def captured_job(job: Job) -> Captured:
@@ -135,12 +137,17 @@ class _Stage:
         return joined.with_edges(source, target, Dependency.SYNCHRONISATION, 0.0)
 
     def _pass(self, segment: Segment, phase: int) -> None:
-        """A pass starts when the one before it has ended on the stream of the computation."""
-        graph, first = segment.graph, len(self._phases)
+        """A pass starts when the one before it has ended on the stream of the computation; so does a pipeline's host."""
+        graph = segment.graph
+        if self._lowered.num_stages > 1:
+            self._edges += [(before, len(self._phases)) for before in self._reached]
+            self._append(_HOST_WAIT, phase)
+            self._reached.append(self._newest.pop(_HOST_WAIT.streams[0]))
+        first = len(self._phases)
         entries = np.flatnonzero((np.diff(graph.pointer) == 0) & ~graph.early) + first
-        last = np.ones(len(graph.work), dtype=np.bool_)
-        last[graph.before] = False
-        last &= (graph.clock == COMPUTE) | graph.blocks | segment.joined
+        held = (graph.clock == COMPUTE) | graph.blocks | segment.joined
+        last, inside = held.copy(), held[np.repeat(np.arange(len(held)), np.diff(graph.pointer))]
+        last[graph.before[inside]] = False  # another clock's node after it does not hold the next pass
         self._edges += [(before, entry) for entry in entries.tolist() for before in self._reached]
         self._append(segment.program, phase)
         self._reached = (np.flatnonzero(last) + first).tolist() or self._reached

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepsight.dataset.base.errors import StepsightError, TraceError
-from stepsight.dataset.graph.program import Dependency, Program, ProgramBuilder
+from stepsight.dataset.graph.program import Dependency, Node, Program, ProgramBuilder
 from stepsight.dataset.graph.relations import RELATIONS, concurrent_pairs, relation_pairs
 from stepsight.dataset.kinds.op import Collective, Op
 
@@ -180,6 +180,45 @@ def test_a_step_is_its_nodes_and_the_edges_among_them() -> None:
     two = two.replace(columns={**two.columns, "step": np.array([0, 0, 0, 0, 1, 1, 1, -1])})
     assert two.of_step(0).nodes == program.nodes and two.of_step(0).edges == program.edges
     assert two.of_step(1).nodes == program.nodes[:3] and two.of_step(1).edges == program.edges[:1]
+
+
+def test_nodes_are_fused_and_others_move_out_of_their_way() -> None:
+    ops = [Node(ADD, "dp" if name == "c" else "compute", name) for name in "abcd"]
+    program = Program(ops, [(0, 2, Dependency.DATA)], "forward").replace(duration_s=np.array([1.0, 2.0, 4.0, 8.0]))
+    fused = program.fuse([0, 1, 3], REDUCE, "abd")
+    assert [(node.work, node.name) for node in fused.nodes] == [(REDUCE, "abd"), (ADD, "c")]
+    assert fused.edges == ((0, 1, Dependency.DATA),) and fused.duration_s.tolist() == [11.0, 4.0]
+    assert fused.columns["kind"].tolist() == [1, 0] and program.fuse([1], ADD).nodes == program.nodes
+    with pytest.raises(StepsightError, match="must not wait for each other by another, got node 1"):
+        program.fuse([0, 3], ADD)  # the order of their stream
+    for nodes, work in (([], ADD), ([0, 2], ADD), ([0], None)):
+        with pytest.raises(StepsightError, match="nodes of one stream must be fused, into an Op or a Collective, got"):
+            program.fuse(nodes, work)  # type: ignore[arg-type]
+
+
+@given(programs(), st.data())
+def test_a_fused_node_waits_for_all_and_all_for_it(program: Program, data: st.DataObject) -> None:
+    """Nodes reach each other as before, or through the fused node; it is refused only where that would be a circle."""
+    listed = [Node(node.work, node.stream, str(place)) for place, node in enumerate(program.nodes)]
+    named = Program(listed, program.edges)
+    stream = data.draw(st.sampled_from(program.columns["stream"].tolist()))
+    own = np.flatnonzero(program.columns["stream"] == stream).tolist()
+    chosen = sorted(data.draw(st.sets(st.sampled_from(own), min_size=1)))
+    before = reachable(program)
+    into, out = before[:, chosen].any(axis=1), before[chosen].any(axis=0)
+    outside = np.setdiff1d(np.arange(len(program)), chosen)
+    if (into & out)[outside].any():
+        with pytest.raises(StepsightError, match="by another"):
+            named.fuse(chosen, ADD)
+        return
+    fused = named.fuse(chosen, ADD, "fused")
+    place = {node.name: at for at, node in enumerate(fused.nodes)}
+    kept = [place[str(node)] for node in outside]
+    after = reachable(fused)
+    assert np.array_equal(after[kept, place["fused"]], into[outside])
+    assert np.array_equal(after[place["fused"], kept], out[outside])
+    through = before | np.outer(into, out)
+    assert np.array_equal(after[np.ix_(kept, kept)], through[np.ix_(outside, outside)])
 
 
 @settings(deadline=None, max_examples=25)
