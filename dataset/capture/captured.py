@@ -39,6 +39,15 @@ class Captured:
     ranks: tuple[CapturedRank, ...]  # the captured ones, by number
     chosen: Mapping[int, str] = field(default_factory=dict)  # which have the largest part of an exchange, and of what
 
+    @classmethod
+    def of_program(cls, program: Program) -> Captured:
+        """One rank's program, whose memory is not known; of a trace its first step that no observer slowed."""
+        steps = sorted({*program.columns["step"].tolist()} - {-1}, key=lambda step: (step in program.slowed, step))
+        program = program.of_step(steps[0]) if steps else program
+        near = [1, *(work.ranks_per_node for work in program.works if isinstance(work, Collective))]
+        rank = CapturedRank(program, np.zeros(len(program), dtype=np.int64))
+        return cls(program.label, max(program.world_size, *near), max(near), "", (rank,))
+
     @property
     def graphs(self) -> tuple[Program, ...]:
         """Of the captured ranks."""
@@ -111,6 +120,11 @@ def write_captured(captured: Captured, folder: Path) -> None:
         write_json(part / MANIFEST, {"form": FORM, **captured.to_dict(), "ranks": ranks})
 
 
+def is_program(path: Path) -> bool:
+    """Whether a path names a program that ``Program.save`` wrote, with or without ``.json``."""
+    return path.with_name(path.name.removesuffix(".json") + ".nodes.parquet").is_file()
+
+
 def check_capture_folder(folder: Path) -> None:
     """Raise ``CaptureError`` if a folder holds something else than an earlier capture."""
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / MANIFEST).is_file())):
@@ -123,8 +137,10 @@ def captures_in(folder: Path) -> list[Path]:
 
 
 def read_captured(folder: Path) -> Captured:
-    """Read what ``write_captured`` wrote; raises ``CaptureError`` if it is not that."""
+    """Read what ``write_captured`` wrote, or one rank (``folder/rank0``); raises ``CaptureError`` if it is not that."""
     folder = Path(folder)
+    if is_program(folder):
+        return Captured.of_program(Program.load(folder))
     if sizes := captures_in(folder):
         raise CaptureError(f"{folder} holds captures of several world sizes: name one of {', '.join(map(str, sizes))}")
     try:

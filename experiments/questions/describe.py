@@ -10,7 +10,7 @@ from typing import Any
 from stepsight.dataset.base.errors import JobError, StepsightError, shorten
 from stepsight.dataset.base.files import check_output_file, is_facts_file, read_facts, set_aside
 from stepsight.dataset.base.registry import Registry, did_you_mean
-from stepsight.dataset.capture.captured import MANIFEST, captures_in, read_captured
+from stepsight.dataset.capture.captured import MANIFEST, captures_in, is_program, read_captured
 from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, Fabric, Hardware, facts_in, find_fabric, usual_fabric
 from stepsight.dataset.job.frameworks import FRAMEWORKS, Framework, find_framework
 from stepsight.dataset.job.job import Job
@@ -31,6 +31,8 @@ WORDS = {  # that stand for predictors, and are none
 
 def describe(path: Path) -> dict[str, Any]:
     """A description, with a ``text``."""
+    if is_program(path):
+        return _told(read_captured(path).to_dict(), capture_text)
     if not path.exists():
         return _named(path)
     for is_one, tell in _FOLDERS if path.is_dir() else _FILES:

@@ -91,10 +91,12 @@ def capture_text(told: dict[str, Any]) -> str:
     sent |= {"bytes each": lambda row: scaled(row["num_bytes"], _BYTES), "count": "count"}
     for rank in told["ranks"]:
         phases = ", ".join(f"{count} {phase}" for phase, count in rank["ops_by_phase"].items())
+        peak = rank["peak_bytes"]
+        memory = f"peak memory {scaled(peak, _BYTES)} of tensors" if peak else "memory unknown"
         lines += [
             "",
             f"rank {rank['rank']}: {rank['ops']} ops ({phases}), {scaled(rank['flops'], _FLOP)}, "
-            f"peak memory {scaled(rank['peak_bytes'], _BYTES)} of tensors, streams {', '.join(rank['streams'])}",
+            f"{memory}, streams {', '.join(rank['streams'])}",
             table_of(rank["collectives"], sent, 0) if rank["collectives"] else "no collectives",
             _counts("op", "count", rank["ops_by_kind"]),
         ]

@@ -25,6 +25,7 @@ from stepsight.simulator.replay.step_timeline import StepWriter
 
 Floats = NDArray[np.float64]
 COMPUTE = 0  # number of the stream on which a script computes
+PASS = "pass"  # name of the host's waits between passes of a job
 
 # axes of groups, by words in their names; all others are replicas
 _AXES = (("tp", "tp"), ("tensor", "tp"), ("cp", "cp"), ("context", "cp"), ("ep", "ep"), ("expert", "ep"))
@@ -104,6 +105,9 @@ def _timed(graph: Program, alone: Floats, latency: LatencyModel) -> tuple[Progra
         passes, programs = _passes(graph)
         for own, inside in zip(passes, latency.in_context(programs, [seconds[own] for own in passes]), strict=True):
             seconds[own] = inside
+        if graph.device == "cpu":  # seconds in context hold the time of the host before an op
+            into = graph.columns["kind"][graph.edge_columns["target"]] == OP
+            graph = graph.replace(delay_s=np.where(into, 0.0, graph.delay_s))
     lost = _lost_to_overlap(graph, seconds, latency.hardware.comm_compute_share)
     graph = graph.replace(duration_s=seconds + lost)
     waits = np.flatnonzero(graph.columns["kind"] == HOST)
@@ -111,6 +115,8 @@ def _timed(graph: Program, alone: Floats, latency: LatencyModel) -> tuple[Progra
         return graph, lost
     done = np.cumsum(_launches(graph, latency.hardware))
     since = np.searchsorted(waits, np.arange(len(graph)), "left") - 1  # the last wait of the host before each node
+    if graph.names[graph.columns["name"][waits[0]]] == PASS:  # what waits for nothing was issued before its pass
+        since[np.setdiff1d(np.arange(len(graph)), [after for _, after, _ in graph.edges])] = -1
     after = np.flatnonzero(since >= 0)
     launched = done[after] - done[waits[since[after]]]
     return graph.with_edges(waits[since[after]], after, Dependency.LAUNCH, launched), lost
@@ -143,15 +149,17 @@ def _timed_on_host(graph: Program, alone: Floats, host: HostTimes) -> tuple[Prog
 
 
 def _lost_to_overlap(graph: Program, seconds: Floats, share: float) -> Floats:
-    """Seconds that ops lose to the replicas' collectives beside them, as in jobs: the next op after each issue, if it
-    does not wait.
+    """Seconds that ops lose to the replicas' collectives beside them, as in jobs: the next op after each issue, if
+    neither it nor the host waits before.
     """
     lost, nodes = np.zeros(len(graph)), graph.columns
     ops = np.flatnonzero((nodes["kind"] == OP) & (nodes["stream"] == COMPUTE))
     sent = np.flatnonzero((nodes["kind"] == COLLECTIVE) & (nodes["stream"] != COMPUTE) & (share > 0))
     waits = set(zip(graph.edge_columns["source"].tolist(), graph.edge_columns["target"].tolist(), strict=True))
+    held = np.cumsum(nodes["kind"] == HOST)
     for node, after in zip(sent.tolist(), np.searchsorted(ops, sent).tolist(), strict=True):
-        if after < len(ops) and (node, int(ops[after])) not in waits and axis_of(graph, node) == "dp_communication":
+        follows = after < len(ops) and held[node] == held[ops[after]] and (node, int(ops[after])) not in waits
+        if follows and axis_of(graph, node) == "dp_communication":
             lost[ops[after]] += share * seconds[node]
     return lost
 

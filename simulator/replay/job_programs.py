@@ -22,12 +22,13 @@ from stepsight.simulator.memory import estimate_memory
 from stepsight.simulator.programs.lower import Lowered, lower
 from stepsight.simulator.programs.segment import Segment
 from stepsight.simulator.programs.sizes import layout_of
+from stepsight.simulator.replay.captured_step import PASS
 from stepsight.simulator.schedules import KIND_NAMES
 from stepsight.simulator.schedules.order import COMPUTE as COMPUTED
 from stepsight.simulator.schedules.order import POST, RECEIVE
 
 Ints = NDArray[np.int32]
-_WAIT = Program([Node(Op("host_calls", (1,), "fp32"), "host", "pass")])
+_WAIT = Program([Node(Op("host_calls", (1,), "fp32"), "host", PASS)])
 _HOST_WAIT = _WAIT.replace(works=(), columns={**_WAIT.columns, "kind": np.array([HOST]), "work": np.array([-1])})
 
 
@@ -137,7 +138,7 @@ class _Stage:
         return joined.with_edges(source, target, Dependency.SYNCHRONISATION, 0.0)
 
     def _pass(self, segment: Segment, phase: int) -> None:
-        """A pass starts when the one before it has ended on the stream of the computation; so does a pipeline's host."""
+        """A pass, and in a pipeline its host, starts when the one before has ended on the computation's stream."""
         graph = segment.graph
         if self._lowered.num_stages > 1:
             self._edges += [(before, len(self._phases)) for before in self._reached]

@@ -93,9 +93,10 @@ def show_command(path: Path | None = None, other: Path | None = None, *, table: 
         stepsight show examples/gpt3-175b-1024.toml
 
     Args:
-        path: A job file, collection, run folder, graph dataset, captured script, table (.parquet) or summary.json; a
-            predictor (folder or name); hardware, a fabric or a framework's profile (file or name).
-        other: A second captured script: show what differs.
+        path: A job file, collection, run folder, graph dataset, captured script or program (FOLDER/rank0), table
+            (.parquet) or summary.json; a predictor (folder or name); hardware, a fabric or a framework's profile (file
+            or name).
+        other: A second captured script or program: show what differs.
         table: For a collection: write every measured op and collective to this file (.parquet).
     """
     from stepsight.experiments.questions.describe import describe, names, write_table

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from stepsight.dataset.base.errors import PredictorError
-from stepsight.dataset.capture.captured import Captured, CapturedRank, compute_flops, warnings_once
+from stepsight.dataset.capture.captured import Captured, compute_flops, warnings_once
 from stepsight.dataset.graph.graph_files import check_graph
 from stepsight.dataset.graph.program import FACTS, OP, PHASES, Program
 from stepsight.dataset.hardware.hardware import canonical_hardware, find_fabric, unknown_hardware, usual_fabric
-from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.durations.latency_model import RooflineLatency, preset_latency
 from stepsight.simulator.replay.captured_step import CapturedStep, time_captured
 from stepsight.training.corrections.intervals import Intervals, job_class, uncalibrated_ends
@@ -228,13 +228,8 @@ def predict_program(program: Program, predictor: Predictor | str | Path | None =
     if not len(program):
         raise PredictorError("a program that is predicted must have nodes, got none")
     check_graph({name: getattr(program, name) for name in FACTS}, "the program")
-    steps = sorted({*program.columns["step"].tolist()} - {-1}, key=lambda step: (step in program.slowed, step))
-    program = program.of_step(steps[0]) if steps else program
     predictor = predictor if predictor is None else asked_predictor(program.device_name, predictor) or predictor
-    near = [work.ranks_per_node for work in program.works if isinstance(work, Collective)]
-    rank = CapturedRank(program, np.zeros(len(program), dtype=np.int64))
-    captured = Captured(program.label, max(program.world_size, *near, 1), max([*near, 1]), "", (rank,))
     hardware = "" if isinstance(predictor, Predictor) else program.device_name
     if not hardware and not isinstance(predictor, Predictor):
         raise PredictorError("the program names no device: set its device_name with replace, or give a Predictor")
-    return predict_captured(captured, hardware, predictor=predictor)
+    return predict_captured(Captured.of_program(program), hardware, predictor=predictor)

@@ -13,8 +13,11 @@ import stepsight
 from stepsight.dataset import TraceGraphs
 from stepsight.dataset.base.errors import JobError, PredictorError, TraceError
 from stepsight.dataset.capture.captured import read_captured, write_captured
+from stepsight.dataset.graph.program import OP, Program
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
+from stepsight.experiments.questions.describe import describe
+from stepsight.experiments.reports.run_texts import captures_differ
 from stepsight.features.node_features import SegmentGraph
 from stepsight.simulator.replay.captured_step import time_captured
 from stepsight.simulator.replay.job_programs import captured_job, unmeasured_run
@@ -37,14 +40,14 @@ def test_programs_take_as_long_as_their_job(name: str) -> None:
     assert parts == pytest.approx(told, abs=0.006)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_a_pipeline_sends_when_its_pass_has_ended(schedule: str) -> None:
+@pytest.mark.parametrize("parallel", [{"schedule": "zb-h1"}, {"zero_stage": 1}, {"zero_stage": 3, "virtual_stages": 2}])
+def test_a_pipeline_sends_when_its_pass_has_ended(parallel: dict[str, Any]) -> None:
     """The last backward ends with a collective of the replicas, which the message to the next stage does not wait for;
     the host launches each pass anew, and messages take nothing from the computation.
     """
     job = stepsight.Job.from_dict({
         "model": {"family": "gpt", "layers": 8, "hidden": 1024, "heads": 16, "vocab": 32000, "seq_len": 1024},
-        "parallel": {"pp": 4, "dp": 2, "schedule": schedule},
+        "parallel": {"pp": 4, "dp": 2, "schedule": "1f1b", **parallel},
         "batch": {"micro_batch": 1, "global_batch": 16, "precision": "bf16"},
         "cluster": {"hardware": "a100-sxm-80gb", "nodes": 1, "devices_per_node": 8},
     })  # fmt: skip
@@ -69,6 +72,27 @@ def test_a_program_is_timed_in_context_pass_by_pass() -> None:
     found = predict_captured(captured_job(job), "a100-sxm-80gb", "loopback", predictor)
     assert found.iteration_time_s == pytest.approx(of_job, rel=2e-3)
     assert sorted(set(asked[num_asked:])) == ["backward", "forward", "optimizer"] and len(asked) <= 2 * num_asked
+    graphs = [each.replace(device="cpu") for each in captured_job(job).graphs]  # in context, ops hold the host's time
+    waits = [each.replace(delay_s=np.where(into_ops(each), 1.0, 0.0)) for each in graphs]
+    times = [time_captured(each, prediction.latency).iteration_time_s for each in (graphs, waits)]
+    assert times == [pytest.approx(found.iteration_time_s, rel=2e-3)] * 2
+
+
+def into_ops(graph: Program) -> np.ndarray:
+    return graph.columns["kind"][graph.edge_columns["target"]] == OP
+
+
+def test_one_rank_of_a_program_is_shown_and_predicted_by_its_path(tmp_path: Path) -> None:
+    """An edited program is saved anywhere, and what differs from the first one is shown."""
+    program = captured_job(stepsight.Job.from_file(EXAMPLES / PIPELINE)).graphs[0]
+    program.save(tmp_path / "first")
+    linear = [node for node, each in enumerate(program.nodes) if each.work.kind == "linear"]
+    program.remove(linear).save(tmp_path / "edited" / "rank0")
+    told = describe(tmp_path / "first.json")
+    assert told["ranks"][0]["ops_by_kind"]["linear"] == len(linear) and "memory unknown" in told["text"]
+    one, other = (read_captured(tmp_path / name) for name in ("first", "edited/rank0"))
+    assert captures_differ(one.to_dict(), other.to_dict())["ranks"][0]["ops_by_kind"] == {"linear": [len(linear), 0]}
+    assert predict_captured(one, "local-cpu").iteration_time_s == stepsight.predict(program).iteration_time_s
 
 
 def test_a_program_is_saved_edited_and_predicted(tmp_path: Path) -> None:
