@@ -42,7 +42,7 @@ Ints = NDArray[np.int64]
 SCHEMA = 2
 MOST_BOUND = 10.0  # largest allowed bound of a correction, in log units
 WEIGHTS, CONFIG = "gnn.safetensors", "gnn.json"
-TABLE = "context_table.json"  # of earlier versions
+TABLE = "context_table.json"  # of earlier versions, which is refused
 LEVELS = ("table", "features", "graph")  # each contains those before it
 FORMS = {"none": (0.0, 0.0, 0.0), "table": (1.0, 0.0, 0.0), "features": (1.0, 1.0, 0.0), "graph": (1.0, 1.0, 1.0)}
 LEAST_STRENGTH = 0.05  # a level with less of it gives the form no name
@@ -151,20 +151,18 @@ class ContextNetwork:
 
 
 def _of_weights(config: dict[str, Any], path: Path) -> ContextNetwork:
-    """A network; the first ones did not write the version of their features and their relations."""
+    """The network that ``ContextNetwork.save`` wrote."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
-    schema, layers, relations = config["schema"], config["num_layers"], config.get("relations", list(RELATIONS))
-    if schema not in (1, SCHEMA):
-        raise PredictorError(f"a context network must have schema {SCHEMA}, got {schema!r:.40}: train it again")
+    layers, relations, strengths = config["num_layers"], config["relations"], tuple(config["strengths"])
     known = isinstance(relations, list) and set(map(str, relations)) <= set(RELATIONS)
     if not known or len(set(relations)) < len(relations):
         raise PredictorError(
             f"a context network must hear some of {', '.join(RELATIONS)}, in this order, got {relations!r:.200}: "
             "train it again"
         )
-    check_version(config.get("features_version", 1), "a context network")
+    check_version(config["features_version"], "a context network")
     features = tuple(str(feature) for feature in config["features"])
     if len(set(features)) != len(features):
         raise PredictorError(
@@ -175,12 +173,6 @@ def _of_weights(config: dict[str, Any], path: Path) -> ContextNetwork:
         tensors = {name: np.asarray(t, np.float64) for name, t in load(read_file(path.with_name(WEIGHTS))).items()}
     except (OSError, SafetensorError) as error:
         raise PredictorError(f"{WEIGHTS} must be what Predictor.save wrote, got {error}") from None
-    level = ""
-    if schema == 1:  # one model with one level: messages, or own features where it has no layers
-        level = "graph" if layers else "features"
-        named = {name: f"heads.{level}.{name}" if name.startswith(("decode", "direct")) else name for name in tensors}
-        tensors = {named[name]: tensor[None] for name, tensor in tensors.items()}
-    strengths = FORMS[level] if schema == 1 else tuple(config["strengths"])
     parts = len(strengths) == len(LEVELS) and all(type(s) in (int, float) and 0 <= s <= 1 for s in strengths)
     if not parts or type(layers) is not int or layers < 0:
         raise ValueError(
@@ -191,23 +183,6 @@ def _of_weights(config: dict[str, Any], path: Path) -> ContextNetwork:
     one = Topology(1, {r: np.zeros((2, 0), np.int64) for r in RELATIONS}, np.zeros(1, np.int64), 1)
     network.levels(np.zeros((1, len(features))), one, network.weights != 0.0)
     return network
-
-
-def _of_table(config: dict[str, Any]) -> ContextNetwork:
-    """The table of an earlier version: entries of all nodes, of a kind, and of a kind in programs of a label."""
-    logs = {(str(kind), str(label)): value for kind, label, value in config["logs"]}
-    wrong = [value for value in logs.values() if type(value) not in (int, float) or not abs(value) <= MOST_BOUND]
-    if wrong or config["schema"] != 1:
-        raise ValueError(f"logs must be from -{MOST_BOUND} to {MOST_BOUND}, got {wrong[:1]!r:.40}")
-    kinds, labels = (list(dict.fromkeys(cell[at] for cell in logs)) for at in (0, 1))
-    table = np.zeros((1 + len(labels), 1 + len(kinds)))
-    table[0, 0] = logs.pop(("", ""), 0.0)
-    for (kind, label), value in logs.items():
-        table[1 + labels.index(label), 1 + kinds.index(kind)] = value
-        if not label:  # of all phases: it counts twice in a program without a label
-            table[0, 1 + kinds.index(kind)] = value
-    features = (*(f"{KIND}{kind}" for kind in kinds), *(f"{LABEL}{label}" for label in labels))
-    return ContextNetwork(float(config["bound"]), FORMS["table"], 0, {"table": table}, features)
 
 
 def _silu(value: Array) -> Array:
@@ -321,10 +296,12 @@ class OwnContext:
 
 
 def read_context(path: Path, config: Any) -> Context:
-    """The context model of a predictor's folder from a file, read as ``config``, of this version or an earlier one."""
+    """The context model of a predictor's folder from a file, read as ``config``; one of another schema is refused."""
     if path.name == OWN:
         return OwnContext.of(str(config["name"]))
-    bound = config["bound"]
+    bound, schema = config["bound"], config["schema"]
+    if schema != SCHEMA:
+        raise PredictorError(f"a context network must have schema {SCHEMA}, got {schema!r:.40}: train it again")
     if type(bound) not in (int, float) or not 0 < bound <= MOST_BOUND:
         raise ValueError(f"bound must be from 0 to {MOST_BOUND}, got {bound!r:.40}")
-    return _of_table(config) if path.name == TABLE else _of_weights(config, path)
+    return _of_weights(config, path)

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +10,7 @@ import torch
 from safetensors.numpy import save_file
 
 from stepsight.dataset.base.errors import PredictorError
-from stepsight.dataset.graph.program import Dependency, Program, ProgramBuilder
-from stepsight.dataset.hardware.hardware import HARDWARE
-from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.graph.program import Dependency, Program
 from stepsight.features.node_features import RELATIONS, SegmentGraph, Topology, join, node_features, topology
 from stepsight.gnn.context_model import ContextModel, mean_network
 from stepsight.gnn.contexts import FORMS, ContextNetwork, form_of
@@ -118,47 +115,14 @@ def test_a_saved_network_answers_as_before(tmp_path: Path) -> None:
     assert _logs(load_network(tmp_path), graph) == pytest.approx(_logs(network, graph), abs=1e-6)
 
 
-@pytest.mark.parametrize(("layers", "form"), [(0, "features"), (2, "graph")])
-def test_a_network_of_an_earlier_version_answers_as_it_did(tmp_path: Path, layers: int, form: str) -> None:
-    """It had one level, without edges where it had no layers, and was one network."""
-    model, graph = random_model(num_layers=layers), graph_of(6)
-    old = ("encode", "layers", "low", "high", f"heads.{form}")
-    tensors = {n.removeprefix(f"heads.{form}."): t.numpy() for n, t in model.state_dict().items() if n.startswith(old)}
-    save_file(tensors, tmp_path / "gnn.safetensors")
-    config = {"schema": 1, "bound": model.bound, "num_layers": layers, "features": list(model.features)}
-    (tmp_path / "gnn.json").write_text(json.dumps(config))
-    loaded = load_network(tmp_path)
-    assert loaded.form == form
-    assert _logs(loaded, graph) == pytest.approx(_logs(mean_network([model], FORMS[form]), graph), abs=1e-12)
-
-
-def _old_table(folder: Path, **changes: Any) -> None:
-    logs = [["", "", 0.1], ["linear", "", 0.2], ["linear", "backward", 0.4], ["linear", "late", 0.5], ["add", "", 9.0]]
-    (folder / "context_table.json").write_text(json.dumps({"schema": 1, "bound": 2.0, "logs": logs} | changes))
-
-
-def test_a_table_of_an_earlier_version_answers_as_it_did(tmp_path: Path) -> None:
-    """Entries of all nodes, of the kind and of the kind in its phase add up, also after it was saved anew."""
-    _old_table(tmp_path)
-    (tmp_path / "new").mkdir()
-    load_network(tmp_path).save(tmp_path / "new")
-    for network in (load_network(tmp_path), load_network(tmp_path / "new")):
-        for label, product in (("backward", 0.7), ("late", 0.8), ("forward", 0.3)):
-            builder = ProgramBuilder(label)
-            for work in (Op("linear", (64, 64, 32), "fp32"), Op("gelu", (64,), "fp32"), Op("add", (64,), "fp32")):
-                builder.add(work)
-            builder.add(Collective("all_reduce", 4096, 2, 2), "dp")
-            found = _logs(network, SegmentGraph(builder.build(), HARDWARE["local-cpu"], 1))
-            assert network.form == "table" and found == pytest.approx([product, 0.1, 2.0, 0.1], abs=1e-7)
-
-
-@pytest.mark.parametrize(
-    "value", [{"schema": 2}, {"bound": 0}, {"bound": "1"}, {"logs": [["add", ""]]}, {"logs": [["add", "", 1e9]]},
-              {"logs": [["add", "", float("nan")]]}, {"logs": 3}],
-)  # fmt: skip
-def test_a_broken_table_is_refused(tmp_path: Path, value: dict[str, object]) -> None:
-    _old_table(tmp_path, **value)
-    with pytest.raises(PredictorError, match=r"context_table\.json"):
+def test_a_network_of_another_schema_is_refused(tmp_path: Path) -> None:
+    random_network().save(tmp_path)
+    path = tmp_path / "gnn.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 1}))
+    with pytest.raises(PredictorError, match="must have schema 2, got 1: train it again"):
+        load_network(tmp_path)
+    path.rename(tmp_path / "context_table.json")  # as the first ones were called
+    with pytest.raises(PredictorError, match=r"context_table\.json.*must have schema 2, got 1: train it again"):
         load_network(tmp_path)
 
 
