@@ -296,12 +296,12 @@ class Program:
 
     def part(self, nodes: Iterable[int], label: str) -> Program:
         """Some nodes, by their indices in order, and the edges among them."""
-        place = {int(node): position for position, node in enumerate(nodes)}
-        edges = [(place[b], place[a], why) for b, a, why in self.edges if b in place and a in place]
-        found = Program([self.nodes[node] for node in place], edges, label)
-        for name in ("rank", "world_size", "device", "device_name"):
-            setattr(found, name, getattr(self, name))
-        return found
+        chosen, place, listed = np.array([*nodes], dtype=np.int64), np.full(len(self), -1), self._listed()
+        place[chosen] = np.arange(len(chosen))
+        listed |= {end: place[listed[end]] for end in ("source", "target")}
+        inside = np.minimum(listed["source"], listed["target"]) >= 0
+        listed = {name: values[inside] for name, values in listed.items()}
+        return self._with_rows({name: values[chosen] for name, values in self._rows().items()}, listed, label=label)
 
     def change(self, nodes: Iterable[int], work: Op | Collective | None = None, stream: str = "") -> Program:
         """The program with another signature, or another stream, of some nodes."""
@@ -351,7 +351,6 @@ class Program:
             rule = "nodes of one stream must be fused, into an Op or a Collective"
             raise StepsightError(f"{rule}, got {len(chosen)} nodes of {len(streams)} streams and {work!r:.80}")
         numbers, last = np.arange(len(self)), chosen[-1]
-        names = _distinct([*self.names, *([name] if name else [])])
         inside = np.isin(numbers, chosen)
         waits = inside.copy()  # for one of them, and so must come after all of them
         for source, target, _ in sorted(self.all_edges(), key=lambda edge: edge[1]):
@@ -359,26 +358,20 @@ class Program:
                 raise StepsightError(f"nodes that are fused must not wait for each other by another, got node {source}")
             waits[target] |= waits[source]
         order = np.argsort(np.where(waits & ~inside & (numbers < last), last + 0.5, numbers), kind="stable")
-        order, place = order[~inside[order] | (order == last)], numbers.copy()
-        place[order] = numbers[: len(order)]
-        place[chosen] = place[last]
-        columns["start_s"][last] = columns["start_s"][chosen].min()
+        order = order[~inside[order] | (order == last)]
+        names = _distinct([*self.names, name] if name else self.names)
         columns["name"][last] = names.index(name) if name else columns["name"][last]
+        columns["start_s"][last] = columns["start_s"][chosen].min()
         for each in ("duration_s", "unrecorded_s"):
             columns[each][last] = columns[each][chosen].sum()
-        listed |= {end: place[listed[end]] for end in ("source", "target")}
-        apart = listed["source"] != listed["target"]
-        listed = {each: values[apart] for each, values in listed.items()}
-        made = self._with_rows({each: values[order] for each, values in columns.items()}, listed, names=names)
-        return made.change([place[last]], work)
+        listed |= {end: np.where(inside[listed[end]], last, listed[end]) for end in ("source", "target")}
+        listed = {each: values[listed["source"] != listed["target"]] for each, values in listed.items()}
+        made = self._with_rows(columns, listed, names=names).part(order, self.label)
+        return made.change(np.flatnonzero(order == last), work)
 
     def of_step(self, step: int) -> Program:
         """The nodes of one step, and the edges among them."""
-        chosen, listed = self.columns["step"] == step, self._listed()
-        inside, place = chosen[listed["source"]] & chosen[listed["target"]], np.cumsum(chosen) - 1
-        listed = {name: values[inside] for name, values in listed.items()}
-        listed |= {end: place[listed[end]] for end in ("source", "target")}
-        return self._with_rows({name: values[chosen] for name, values in self._rows().items()}, listed)
+        return self.part(np.flatnonzero(self.columns["step"] == step), self.label)
 
     def insert(
         self, place: int, work: Op | Collective, stream: str = "compute", name: str = "", after: Iterable[int] = ()

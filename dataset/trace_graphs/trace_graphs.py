@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from scipy.cluster.hierarchy import DisjointSet
-from torch_geometric.data import HeteroData, InMemoryDataset
+from torch_geometric.data import InMemoryDataset
 
 from stepsight.dataset.base.errors import StepsightError, TraceError
-from stepsight.dataset.base.files import new_folder
 from stepsight.dataset.graph.graph_table import EDGE_NUMBERS, GraphTable
 from stepsight.dataset.trace_graphs.graph_dataset import read_index
 
@@ -102,29 +101,6 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
         """An attribute of every graph, such as ``run``."""
         every = self._table.about[name]
         return [every[place] for place in self.indices()]
-
-    def column(self, key: Any, name: str, places: Sequence[int]) -> tuple[Any, Any]:
-        """A tensor of several graphs as one array, and the index in ``places`` of each of its rows.
-
-        Args:
-            key: Type of node or edge.
-            name: Of the tensor; of ``edge_index``, each column counts as a row.
-            places: Which graphs of this dataset.
-        """
-        every = list(self.indices())
-        rows = self._table.select([every[place] for place in places]).rows[key]
-        return (rows["ends"].T if name == "edge_index" else rows[name]), rows["graph"]
-
-    def to_parquet(self, folder: str | Path) -> None:
-        """Write the graphs as Parquet tables, for tools without PyTorch; ``from_parquet`` reads them."""
-        with new_folder(Path(folder)) as part:
-            self.table.save(part)
-
-    @staticmethod
-    def from_parquet(folder: str | Path) -> list[HeteroData]:
-        """Read the graphs that ``to_parquet`` wrote; raises ``TraceError`` if the folder holds no such tables."""
-        table = GraphTable.load(Path(folder))
-        return [table.hetero_data(place) for place in range(len(table))]
 
     def split(
         self, by: str = "run", fractions: Sequence[float] = (0.8, 0.1, 0.1), seed: int = 0
