@@ -301,33 +301,12 @@ class NodeDoubts(Saved):
         return float(np.sqrt((1 - self.shared) * (each**2).sum() + self.shared * each.sum() ** 2))
 
 
-_LEVELS = np.linspace(COVERAGE, 1.0, 11)  # of quantiles: nodes of a run resemble each other, so that it must be higher
-
-
-def _quantiles(parts: Sequence[tuple[Array, Array]]) -> Array:
-    """Of errors and their weights, one for each of ``_LEVELS``."""
-    errors, weights = (np.concatenate(each) for each in zip(*parts, strict=True))
-    order = np.argsort(errors)
-    places = np.searchsorted(np.cumsum(weights[order]) / weights.sum(), _LEVELS - 1e-9)
-    return np.asarray(errors[order][np.minimum(places, len(order) - 1)])
-
-
-def _half(parts: Sequence[tuple[Array, Array]]) -> float:
-    """The lowest quantile that, from the other runs, holds ``COVERAGE`` of the errors of each run in turn, on average.
-
-    Args:
-        parts: Of each run, errors and their weights.
-    """
-    inside = np.zeros((1, len(_LEVELS)))
-    if len(parts) > 1:
-        others = (_quantiles([*parts[:place], *parts[place + 1 :]]) for place in range(len(parts)))
-        inside = np.array([(each[:, None] <= half).mean(axis=0) for (each, _), half in zip(parts, others, strict=True)])
-    enough = np.flatnonzero(inside.mean(axis=0) >= COVERAGE)
-    return min(float(_quantiles(parts)[[*enough, -1 if len(parts) > 1 else 0][0]]), MOST_LOG)
-
-
 def fit_doubts(runs: Sequence[HeldBackErrors]) -> NodeDoubts:
-    """Fit the intervals, which ``COVERAGE`` of the nodes of another run keep; every run counts alike."""
+    """Fit the intervals, which ``COVERAGE`` of the nodes of another run keep; every run counts alike.
+
+    Nodes of a run resemble each other, so that the other run counts as one more with larger errors (Lee, Barber and
+    Willett, "Distribution-free inference with hierarchical data", arXiv:2306.06342).
+    """
     groups: dict[str, list[tuple[Array, Array]]] = {}
     for run in runs:
         count = max(len(run.logs), 1)
@@ -335,7 +314,14 @@ def fit_doubts(runs: Sequence[HeldBackErrors]) -> NodeDoubts:
         for name in set(names.ravel().tolist()):
             own = np.abs(run.logs[(names == name).any(axis=1)])
             groups.setdefault(name, []).append((own, np.full(len(own), 1 / (count if name == "" else len(own)))))
-    halves = {name: _half(parts) for name, parts in sorted(groups.items()) if len(parts) >= FEWEST_RUNS or not name}
+    halves = {}
+    for name, parts in sorted(groups.items()):
+        if len(parts) >= FEWEST_RUNS or not name:
+            errors, weights = (np.concatenate(each) for each in zip(*parts, strict=True))
+            order = np.argsort(errors)
+            level = COVERAGE * (1 + 1 / len(parts)) - 1e-9  # with few runs the largest error
+            place = int(np.searchsorted(np.cumsum(weights[order]) / weights.sum(), level))
+            halves[name] = min(float(errors[order][min(place, len(order) - 1)]), MOST_LOG)
     means, squares = ([float(run.weights @ run.logs**power) for run in runs if run.weights.any()] for power in (1, 2))
     if len(means) < FEWEST_RUNS:
         return NodeDoubts(halves)
