@@ -138,16 +138,9 @@ class ContextNetwork:
 
         save_file({name: np.asarray(t, np.float32) for name, t in self.tensors.items()}, folder / WEIGHTS)
         (folder / WEIGHTS).chmod(0o644)  # mode of the other files; safetensors makes files readable only by their owner
-        config = {
-            "schema": SCHEMA,
-            "bound": self.bound,
-            "strengths": list(self.strengths),
-            "num_layers": self.num_layers,
-            "features_version": FEATURE_VERSION,
-            "features": list(self.features),
-            "relations": list(self.relations),
-        }
-        write_json(folder / CONFIG, config)
+        config = {"schema": SCHEMA, "features_version": FEATURE_VERSION, "bound": self.bound}
+        config |= {name: list(getattr(self, name)) for name in ("strengths", "features", "relations")}
+        write_json(folder / CONFIG, config | {"num_layers": self.num_layers})
 
 
 def _of_weights(config: dict[str, Any], path: Path) -> ContextNetwork:

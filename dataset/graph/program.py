@@ -319,12 +319,9 @@ class Program:
     def remove(self, nodes: Iterable[int]) -> Program:
         """The program without some nodes; the order that they imposed on the others, by edges and by streams, stays."""
         gone, order = np.isin(np.arange(len(self)), chosen_nodes(nodes, len(self))), WHY_NUMBER[Dependency.STREAM_ORDER]
-        kept, place = np.flatnonzero(~gone), np.cumsum(~gone) - 1
         edges = zip(*(values.tolist() for values in (*self.edge_columns.values(), self.delay_s)), strict=True)
         found: dict[int, dict[tuple[int, int], float]] = {}
         for source, target, why, delay in sorted(edges, key=lambda edge: edge[1]):
-            if target > kept.max(initial=-1):
-                break
             before = {(source, why): 0.0}
             if gone[source]:  # an edge to or from it tells more than the order of its stream
                 waits = found.get(source, {}).items()
@@ -333,11 +330,10 @@ class Program:
                 held = found.setdefault(target, {})
                 held[key] = max(held.get(key, -np.inf), delay + more)
         listed_edges = ((b, a, why, delay) for a, held in found.items() for (b, why), delay in held.items())
-        rows = [(place[b], place[a], why, delay) for b, a, why, delay in listed_edges if why != order and not gone[a]]
+        rows = [edge for edge in listed_edges if edge[2] != order]
         source, target, why, delay_s = np.array(rows, dtype=np.float64).reshape(-1, 4).T
         listed = {"source": source.astype(np.int64), "target": target.astype(np.int64), "why": why.astype(np.int64)}
-        columns = {name: values[kept] for name, values in self._rows().items()}
-        return self._with_rows(columns, {**listed, "delay_s": delay_s})
+        return self._with_rows(self._rows(), {**listed, "delay_s": delay_s}).part(np.flatnonzero(~gone), self.label)
 
     def fuse(self, nodes: Iterable[int], work: Op | Collective, name: str = "") -> Program:
         """The program with one node of another signature in place of some nodes of one stream.
@@ -346,8 +342,7 @@ class Program:
         waits for it.  Raises ``StepsightError`` if another node waits for one of them and one of them for it.
         """
         chosen, columns, listed = chosen_nodes(nodes, len(self)), self._rows(), self._listed()
-        check_node(work, "")
-        if len(streams := set(columns["stream"][chosen].tolist())) != 1 or work is None:
+        if len(streams := set(columns["stream"][chosen].tolist())) != 1 or not isinstance(work, Op | Collective):
             rule = "nodes of one stream must be fused, into an Op or a Collective"
             raise StepsightError(f"{rule}, got {len(chosen)} nodes of {len(streams)} streams and {work!r:.80}")
         numbers, last = np.arange(len(self)), chosen[-1]
@@ -386,13 +381,12 @@ class Program:
             raise StepsightError(f"{rule}, got {place!r:.80} and {waits.tolist()!s:.80}")
         check_node(work, stream)
         joined = Program.of_parts([self, Program([Node(work, stream, name)])])
-        order = np.insert(np.arange(count), place, count)
-        columns, listed = {each: values[order] for each, values in joined._rows().items()}, joined._listed()
+        columns = joined._rows()
         for each in ("phase", "step"):
-            columns[each][place] = columns[each][max(place - 1, 0)] if place or not count else columns[each][1]
-        listed |= {end: np.argsort(order)[listed[end]] for end in ("source", "target")}
+            columns[each][count] = columns[each][max(place - 1, 0)]
         facts = {each: getattr(joined, each) for each in ("works", "streams", "names", "groups")}
-        made = self._with_rows(columns, listed, **facts)
+        made = self._with_rows(columns, joined._listed(), **facts)
+        made = made.part(np.insert(np.arange(count), place, count), self.label)
         return made.with_edges(waits, np.full(len(waits), place), Dependency.DATA, 0.0)
 
     def _rows(self) -> Columns:

@@ -315,9 +315,6 @@ _COMPUTE: Mapping[str, Callable[[Any, Sequence[Array], Shapes], Any]] = {
     "embedding": lambda given, values, made: values[0][values[1].astype(np.int64)],
     "join": lambda given, values, made: joined(values, (given["dim"], given["outer"])),
     "piece": lambda given, values, made: cut(values[0], (given["dim"], given["outer"]), given["count"], given["at"]),
-    "softmax": lambda given, values, made: _normed("softmax", given, values)[0],
-    "layer_norm": lambda given, values, made: _normed("layer_norm", given, values)[0],
-    "rms_norm": lambda given, values, made: _normed("rms_norm", given, values)[0],
 }
 
 
@@ -334,6 +331,8 @@ def compute(call: TensorCall, values: Sequence[Array], made: Shapes) -> list[Arr
         return np.split(values[0], np.cumsum(sizes)[:-1], axis=settings["axis"])
     if call.op in POINTWISE:
         return [np.asarray(POINTWISE[call.op](*values))]
+    if call.op in _NORMS:
+        return [_normed(call.op, settings, values)[0]]
     if call.op not in _COMPUTE:
         raise CaptureError(f"the reference executor must know every op, got {call.op!r:.80} ({call.name!r:.80})")
     return [np.asarray(_COMPUTE[call.op](settings, values, made))]

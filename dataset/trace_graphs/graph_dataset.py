@@ -47,9 +47,8 @@ def make_dataset(
     ``TraceError`` if ``out`` is another folder, a folder is no collection, a run is named twice, or no step was traced.
     """
     known = (INDEX, "raw/runs.json")  # the second one of earlier versions
-    if out.exists() and not (
-        out.is_dir() and (not any(out.iterdir()) or any((out / each).is_file() for each in known))
-    ):
+    ours = out.is_dir() and (not any(out.iterdir()) or any((out / each).is_file() for each in known))
+    if out.exists() and not ours:
         raise TraceError(f"--out must be a new folder or a dataset of before, got {out}: choose another")
     folders = [folder for collection in collections for folder in run_folder.run_folders(collection)]
     table, runs, warnings = read_graph_table(folders, scopes, on_run, unmeasured)

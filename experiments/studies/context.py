@@ -3,8 +3,8 @@
     stepsight experiment context --data DATA [--task runs] [--seeds 3] [--teach 5]
 
 Each form corrects the seconds of ops and collectives alone: none, a table by kind and phase, own features, messages of
-neighbours, and ``auto``, which takes as much of each as runs held back say.  A roofline, and trees on features of a
-node and of its neighbours, stand beside them.  DATA holds a folder for each task: ``runs`` (collections) and
+neighbours, and ``auto``, which takes as much of each as runs held back say.  Trees on features of a node and of its
+neighbours stand beside them.  DATA holds a folder for each task: ``runs`` (collections) and
 ``cluster`` (``profile`` and ``judge``, as ``small-to-large`` writes them).  Errors are in parts of the error of the
 regressors alone.
 """
@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.hardware.hardware import find_fabric, roofline_seconds, usual_fabric
-from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.hardware.hardware import find_fabric, usual_fabric
 from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.studies.study import Options, Row, Study
@@ -128,13 +127,6 @@ def _regressors(collections: Sequence[Path]) -> tuple[Predictor, list[Taught]]:
     return Predictor(hardware, kernel, collective), [*runs, *imported]
 
 
-def roofline(graph: SegmentGraph, alone: Array) -> Array:
-    """A context model that replaces the seconds alone by those of a roofline."""
-    works = [node.work for node in graph.program.nodes]
-    limits = np.array([roofline_seconds(w, graph.hardware) if isinstance(w, Op) else np.nan for w in works])
-    return np.where(np.isnan(limits), alone, np.maximum(limits, 1e-9))
-
-
 def rows_of(graph: SegmentGraph, alone: Array, relations: Sequence[str]) -> Array:
     """Features of each node; and, by relation and direction, the number of neighbours and the mean of what they are."""
     own = features.node_features(graph, alone)
@@ -182,12 +174,12 @@ def fit_tree_context(split: Split, seed: int, relations: tuple[str, ...]) -> tup
 
 
 def fit_all(split: Split, seed: int) -> Fitted:
-    """The forms of the network that runs held back choose between, trees and a roofline, trained on a split."""
+    """The forms of the network that runs held back choose between, and trees, trained on a split."""
     begin = time.process_time()
     held, networks = hold_back(split.seen, split.unseen, seed, lambda at, of: None)
     took = time.process_time() - begin
     print(f"strengths {held.strengths.round(2).tolist()}", file=sys.stderr, flush=True)
-    models: Fitted = {"roofline": (OwnContext(roofline), 0.0)}
+    models: Fitted = {}
     for form, own in {**FORMS, AUTO: tuple(held.strengths.tolist())}.items():
         models[form] = (mean_network(networks, own), took) if any(own) else (None, took * (form != "none"))
     return models | {name: fit_tree_context(split, seed, relations) for name, relations in TREES.items()}

@@ -78,10 +78,10 @@ def fit_context(
     """Train the context network on distinct segments, and on whole iterations through the simulator."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    state = torch.random.get_rng_state()
-    torch.manual_seed(seed)
     try:
-        model = ContextModel(relations=relations)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = ContextModel(relations=relations)
         batch = Batch(examples, wholes)
         model.set_range(batch.features)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
@@ -94,7 +94,6 @@ def fit_context(
             schedule.step()
         return model
     finally:
-        torch.random.set_rng_state(state)
         torch.set_num_threads(threads)
 
 
