@@ -99,7 +99,6 @@ class GraphTable:
         """Read what ``save`` wrote; raises ``TraceError`` if it is not that."""
         try:
             listed = read_parquet(Path(folder) / "graphs.parquet").to_pydict()
-            listed.setdefault("observed", [False] * len(listed["scope"]))  # which earlier versions did not write
             for name, kind in ABOUT.items():
                 for value in listed[name]:
                     known = isinstance(value, (kind, int) if kind is float else kind)
@@ -176,13 +175,10 @@ def _read(folder: Path, key: Key) -> Rows:
     table = read_parquet(folder / _file(key))
     found: Rows = {"graph": read_numbers(table, "graph", np.int64)}
     for name, labels in _labels(key).items():
-        there = [label for label in labels if label != ADDED or label in table.column_names]
-        values = np.full(
-            (table.num_rows, len(labels)), np.nan if len(there) < len(labels) else 0, _FLOATS.get(name, int)
-        )
-        for place, label in enumerate(there):
+        values = np.zeros((table.num_rows, len(labels)), _FLOATS.get(name, int))
+        for place, label in enumerate(labels):
             values[:, place] = read_numbers(table, label, values.dtype)
-        if name != "y" and not np.isfinite(values[:, : len(there)]).all():
+        if name != "y" and not np.isfinite(values).all():
             raise ValueError(f"{', '.join(labels)} must be known and finite throughout in {_file(key)}")
         found[name] = values if len(labels) > 1 or name == "x" else values[:, 0]
     return found
@@ -200,7 +196,6 @@ NUMBERS = (
 )  # fmt: skip
 TARGETS = ("log_seconds_alone", "log_seconds_in_context")
 EDGE_NUMBERS = ("overlap_s", "log_bytes", "distance", "delay_s", "log_bytes_since")
-ADDED = EDGE_NUMBERS[-1]  # which earlier versions did not write: NaN
 
 _BETWEEN_WORKS = [(source, target) for source in WORK_TYPES for target in WORK_TYPES]
 _PAIRS: dict[str, list[tuple[str, str]]] = {

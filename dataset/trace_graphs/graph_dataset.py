@@ -31,7 +31,7 @@ Progress = Callable[[int, int], None]
 INDEX = "dataset.json"
 SCOPES = ("step", "segment")
 _OF_RUN = ("run", "model", "strategy", "scale", "hardware", "group", "timed_s")
-FORM, KNOWN_FORMS = 6, (5, 6)  # version of features and relations: changing it makes every dataset a new version
+FORM = 6  # version of features and relations: changing it makes every dataset a new version
 
 
 def make_dataset(
@@ -46,8 +46,7 @@ def make_dataset(
     ``on_run`` is told how many runs are done, of how many; graphs of ``unmeasured`` runs have no targets.  Raises
     ``TraceError`` if ``out`` is another folder, a folder is no collection, a run is named twice, or no step was traced.
     """
-    known = (INDEX, "raw/runs.json")  # the second one of earlier versions
-    ours = out.is_dir() and (not any(out.iterdir()) or any((out / each).is_file() for each in known))
+    ours = out.is_dir() and (not any(out.iterdir()) or any(map(Path.is_file, (out / INDEX, out / "raw/runs.json"))))
     if out.exists() and not ours:
         raise TraceError(f"--out must be a new folder or a dataset of before, got {out}: choose another")
     folders = [folder for collection in collections for folder in run_folder.run_folders(collection)]
@@ -215,8 +214,8 @@ def read_index(root: Path) -> dict[str, Any]:
     path = Path(root) / INDEX
     try:
         index = read_json(path)
-        if index["form"] not in KNOWN_FORMS:
-            raise ValueError(f"form must be {FORM}, got {index['form']!r:.40}")
+        if index["form"] != FORM:
+            raise ValueError(f"form must be {FORM}, got {index['form']!r:.40}: make it again")
         if tuple(index["kinds"]) != kind_names() or tuple(index["dtypes"]) != DTYPES:
             raise ValueError("its kinds of ops are not those of this version")
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -130,8 +130,7 @@ def _passes(graph: Program) -> tuple[list[NDArray[np.int64]], list[Program]]:
     message = _of_works(graph, np.array([float(work.kind == "send_recv") for work in graph.works])) > 0
     own = np.flatnonzero(graph.on_device & ~message)
     key = np.stack([nodes["phase"], np.cumsum(message)])[:, own]
-    found = np.split(own, np.flatnonzero((np.diff(key) != 0).any(axis=0)) + 1)
-    passes = [each for each in found if len(each)]
+    passes = [each for each in np.split(own, np.flatnonzero((np.diff(key) != 0).any(axis=0)) + 1) if len(each)]
     programs = [graph.part(each, (*PHASES, "step")[nodes["phase"][each[0]]]) for each in passes]
     return passes, [shared.setdefault(program.digest_key, program) for program in programs]
 
