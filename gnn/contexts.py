@@ -138,7 +138,7 @@ class ContextNetwork:
 
         save_file({name: np.asarray(t, np.float32) for name, t in self.tensors.items()}, folder / WEIGHTS)
         (folder / WEIGHTS).chmod(0o644)  # mode of the other files; safetensors makes files readable only by their owner
-        config = {"schema": SCHEMA, "features_version": FEATURE_VERSION, "bound": self.bound}
+        config: dict[str, Any] = {"schema": SCHEMA, "features_version": FEATURE_VERSION, "bound": self.bound}
         config |= {name: list(getattr(self, name)) for name in ("strengths", "features", "relations")}
         write_json(folder / CONFIG, config | {"num_layers": self.num_layers})
 
