@@ -140,7 +140,7 @@ def _longest(collective: Collective, fabric: Fabric) -> float:
 # Where there are no protocols: the latency of the network, and what each rank that a rank sends to costs.
 CHOICE_TERMS = ("call", "quick_steps", "bulk_steps", "adapters", "links_within_node")
 
-LINK_FACTS = 7  # numbers of ``link_facts``
+LINK_FACTS = 8  # numbers of ``link_facts``
 US = 1e-6
 NEAR_LATENCY, FAR_LATENCY = 5e-6, 10e-6  # stated latencies of the fabrics (DGX) for which NCCL's constants are valid
 # How often a step between nodes waits for what a network takes longer than InfiniBand.  NCCL adds its plugin's own
@@ -191,17 +191,18 @@ MESSAGE_CALL = 5.0  # us
 
 def link_facts(fabric: Fabric) -> Array:
     """Bandwidth and latency of the links within a node and between nodes, whether LL128 crosses nodes, the
-    bandwidth of an adapter, and the host's time for a message, ``(7,)``."""
+    bandwidth of an adapter, the host's time for a message, and the loss of bandwidth with nodes, ``(8,)``."""
     near, far = fabric.intra_node, fabric.inter_node
     links = [near.bandwidth_bytes_per_s, near.latency_s, far.bandwidth_bytes_per_s, far.latency_s]
-    return np.array([*links, float(far.ll128), max(far.adapter_bytes_per_s, far.bandwidth_bytes_per_s), far.message_s])
+    adapter = max(far.adapter_bytes_per_s, far.bandwidth_bytes_per_s)
+    return np.array([*links, float(far.ll128), adapter, far.message_s, far.scaling_loss])
 
 
 def choice_terms(collectives: Sequence[Collective], links: Array) -> Array:
     """Seconds by term of every choice that NCCL has for collectives of one kind.
 
-    ``collectives``: of one kind.  ``links``: ``link_facts`` of each one's fabric, ``(collectives, 7)``, or of the one
-    fabric, ``(7,)``.  Returns seconds, ``(collectives, choices, len(CHOICE_TERMS))``.  Of each choice, they add up to
+    ``collectives``: of one kind.  ``links``: ``link_facts`` of each one's fabric, ``(collectives, 8)``, or of the one
+    fabric, ``(8,)``.  Returns seconds, ``(collectives, choices, len(CHOICE_TERMS))``.  Of each choice, they add up to
     its time, except that of the terms ``OVERLAPPING`` the longer counts.  A choice that NCCL does not have there is
     infinitely long.
     """
@@ -230,7 +231,8 @@ class _Layout:
         self.across = self.nodes > 1
         self.ranks = self.nodes * self.near
         self.near_bandwidth, near_latency, self.far_bandwidth, self.far_latency, *own = links.T
-        self.has_ll128, self.adapter, message = own
+        self.has_ll128, self.adapter, message, loss = own
+        self.far_bandwidth = self.far_bandwidth / np.maximum(self.nodes / 4, 1.0) ** loss
         self.message = message / US
         self.near_pace = near_latency / NEAR_LATENCY
         self.far_pace = np.minimum(self.far_latency / FAR_LATENCY, 1.0)

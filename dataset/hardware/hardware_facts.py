@@ -36,10 +36,11 @@ THROTTLED_S = (0.8e-3, 1.6e-3)  # a product in a table is as fast as at the high
 
 
 class LaunchCalls(NamedTuple):
-    """Launches' time that a host takes, as in ``ExecutionSpec``: ``op_calls`` and ``dispatch_calls``."""
+    """How a host launches, as in ``ExecutionSpec``: ``op_calls``, ``dispatch_calls`` and ``launch_blocking``."""
 
     op: float = 1.0
     dispatch: float = 0.0
+    blocking: bool = False
 
 
 ONE_LAUNCH = LaunchCalls()
@@ -210,6 +211,7 @@ LINK_KEYS = {
     "burst_bytes": (0.0, 1e12, "burst_bytes", 1.0),
     "adapter_gbytes_per_s": (1e-6, 1e6, "adapter_bytes_per_s", 1e9),
     "message_us": (0.0, 1e9, "message_s", 1e-6),
+    "scaling_loss": (0.0, 2.0, "scaling_loss", 1.0),
 }
 _NEEDED = ("bandwidth_gbytes_per_s", "latency_us")
 
@@ -228,6 +230,8 @@ class Link:
     adapter_bytes_per_s: float = 0.0
     # time of the host for each message that it posts: messages to one adapter follow each other no closer
     message_s: float = 1e-6
+    # a collective over more than four nodes has the bandwidth times (nodes / 4) ** -scaling_loss
+    scaling_loss: float = 0.0
 
     def __post_init__(self) -> None:
         for least, most, name, unit in LINK_KEYS.values():

@@ -84,6 +84,7 @@ class Framework:
     fp8_activations: bool = False
     dispatch_calls: float = 0.0
     op_calls: float = 1.0
+    launch_blocking: bool = False
     fused_loss: bool = False
     fused_experts: bool = False
     loss_share: float = 1.0

@@ -11,6 +11,7 @@ from stepsight.dataset.base.caching import cached, hashed_once
 from stepsight.dataset.base.errors import shorten
 from stepsight.dataset.base.files import preset
 from stepsight.dataset.base.registry import Registry
+from stepsight.dataset.hardware.hardware_facts import LaunchCalls
 from stepsight.dataset.job.model_spec import ModelSpec as ModelSpec
 from stepsight.dataset.job.sharding import LOCATIONS, RULES, SPARSE_OPTIMIZERS
 from stepsight.dataset.job.sharding import ShardingSpec as ShardingSpec
@@ -320,6 +321,8 @@ class ExecutionSpec:
             whose dispatcher asks the device where tokens go; then it also launches each expert's product apart.
             Megatron takes about 195; 0: it only launches kernels, or a CUDA graph.
         op_calls: Launches' time that the host takes for each op: modules, autograd and the allocator beside the launch.
+        launch_blocking: Whether the host waits for each op before it launches the next (``CUDA_LAUNCH_BLOCKING=1``): the
+            device then waits for every launch.
         container: The image that the job runs in, as ``nvcr.io/nvidia/nemo:24.07``: its name and release choose among
             profiles of frameworks.
         date: When the software was released, as ``2024-07`` or ``2024``: it chooses among profiles of a framework;
@@ -334,11 +337,16 @@ class ExecutionSpec:
     kernels: str = ""
     dispatch_calls: float = 0.0
     op_calls: float = 1.0
+    launch_blocking: bool = False
     container: str = ""
     date: str = ""
     cuda: str = ""
     cublas: str = ""
     nccl: str = ""
+
+    @property
+    def launches(self) -> LaunchCalls:
+        return LaunchCalls(self.op_calls, self.dispatch_calls, self.launch_blocking)
 
 
 SECTIONS: MappingProxyType[str, type] = MappingProxyType(

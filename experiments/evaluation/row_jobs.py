@@ -65,7 +65,8 @@ def fabric_of(row: Row, hardware: str, gpus_per_node: int) -> Any:
     if text in presets.FABRICS:
         return text
     lower, machine = text.lower(), row.text("hardware").lower()
-    named = [fabric for word, device, fabric in TOLD["networks"] if word in lower and device in hardware]
+    told = f"{lower} {row.text('notes').lower()}"
+    named = [fabric for words, device, fabric in TOLD["networks"] if re.search(words, told) and device in hardware]
     named += [fabric for word, fabric in TOLD["machines"] if word in machine]
     named += presets.read_fabric_words(text, hardware)[0]
     if named:

@@ -170,6 +170,8 @@ class Timer:
     def _slowed(self, works: Sequence[Work], slowdown: Slowdown) -> Floats:
         """Seconds of each signature alone on slower ranks."""
         seconds = self.work_seconds(works)
+        if self._calls.blocking:
+            seconds = seconds + self.launch_seconds(works)
         if slowdown is AS_IT_IS:
             return seconds
         is_op = np.array([isinstance(work, Op) for work in works], dtype=np.bool_)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.hardware.hardware import find_hardware, unknown_hardware
-from stepsight.dataset.hardware.hardware_facts import LaunchCalls
 from stepsight.dataset.job.job import Job, JobLike
 from stepsight.simulator.durations import latency_model
 from stepsight.simulator.iteration.simulate import Simulation, exchange_facts, simulate
@@ -415,8 +414,7 @@ def source_of_facts(job: Job) -> str:
 
 def latency_of_facts(job: Job) -> latency_model.RooflineLatency:
     """Durations from the hardware facts of a job.  Raises ``JobError`` if the hardware is unknown."""
-    calls = LaunchCalls(job.execution.op_calls, job.execution.dispatch_calls)
-    latency = latency_model.preset_latency(job.cluster.hardware, job.fabric, calls)
+    latency = latency_model.preset_latency(job.cluster.hardware, job.fabric, job.execution.launches)
     if latency is None:
         raise JobError(
             f"without a predictor, cluster.{unknown_hardware(job.cluster.hardware)}: train a predictor, or "

@@ -204,7 +204,7 @@ class Predictor:
             )
         devices = 1 if alone else job.cluster.num_devices
         busy = min(job.cluster.devices_per_node, devices)
-        software, calls = self.kernels_asked(job), LaunchCalls(job.execution.op_calls, job.execution.dispatch_calls)
+        software, calls = self.kernels_asked(job), job.execution.launches
         return self.latency_on(job.fabric, busy, devices, job.batch.dtype, software, calls=calls)
 
     def latency_on(
