@@ -94,10 +94,7 @@ def seconds_between(collective: Collective, fabric: Fabric) -> float:
         return 0.0
     size, near = collective.group_size, collective.ranks_per_node
     bandwidth = fabric.inter_node.bandwidth_bytes_per_s
-    route = collective.record.route
-    if route == "message":
-        return collective.num_bytes / bandwidth
-    if route == "direct":
+    if collective.record.route == "direct":
         return collective.num_bytes * (size - near) / size / bandwidth
     return wire_bytes(collective) / (near * bandwidth)
 

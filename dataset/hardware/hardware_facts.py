@@ -230,8 +230,7 @@ class Link:
     adapter_bytes_per_s: float = 0.0
     # time of the host for each message that it posts: messages to one adapter follow each other no closer
     message_s: float = 1e-6
-    # a collective over more than four nodes has the bandwidth times (nodes / 4) ** -scaling_loss
-    scaling_loss: float = 0.0
+    scaling_loss: float = 0.0  # beyond four nodes a collective's bandwidth falls as (nodes / 4) ** -scaling_loss
 
     def __post_init__(self) -> None:
         for least, most, name, unit in LINK_KEYS.values():

@@ -321,8 +321,7 @@ class ExecutionSpec:
             whose dispatcher asks the device where tokens go; then it also launches each expert's product apart.
             Megatron takes about 195; 0: it only launches kernels, or a CUDA graph.
         op_calls: Launches' time that the host takes for each op: modules, autograd and the allocator beside the launch.
-        launch_blocking: Whether the host waits for each op before it launches the next (``CUDA_LAUNCH_BLOCKING=1``): the
-            device then waits for every launch.
+        launch_blocking: Whether the device waits for every launch, as with ``CUDA_LAUNCH_BLOCKING=1``.
         container: The image that the job runs in, as ``nvcr.io/nvidia/nemo:24.07``: its name and release choose among
             profiles of frameworks.
         date: When the software was released, as ``2024-07`` or ``2024``: it chooses among profiles of a framework;

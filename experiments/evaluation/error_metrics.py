@@ -118,10 +118,10 @@ class Scored:
 
     def to_dict(self) -> dict[str, Any]:
         """The measured and predicted times in seconds and the profile, for JSON."""
-        shared = {name: getattr(self, name) for name in (*_TIMES, "fits")}
-        shared = {"row_id": self.row.row_id, "profile": self.framework.name, **shared}
-        shared |= {} if self.known is None else {"predicted_with_published_s": self.known[0]}
-        return {**shared, "open": self.open} if self.open else shared
+        told: dict[str, Any] = {"row_id": self.row.row_id, "profile": self.framework.name}
+        told |= {name: getattr(self, name) for name in (*_TIMES, "fits")}
+        told |= {} if self.known is None else {"predicted_with_published_s": self.known[0]}
+        return told | ({"open": self.open} if self.open else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +148,7 @@ def errors(predicted: Times, measured: Times) -> Errors:
     signed = 100.0 * (one / two - 1.0)
     size = np.abs(signed)
     figures = map(float, (size.mean(), np.median(size), np.quantile(size, 0.9), size.max(), signed.mean()))
-    mape, median, p90, most, bias = figures
-    return Errors(len(size), mape, median, p90, most, bias, spearman(one, two) if len(size) > 1 else None)
+    return Errors(len(size), *figures, spearman=spearman(one, two) if len(size) > 1 else None)
 
 
 def regret(groups: Sequence[Hashable], predicted: Sequence[float], measured: Sequence[float]) -> float | None:
@@ -203,15 +202,13 @@ def constant_mfu(rows: Sequence[Scored], *, by_source: bool = True) -> list[floa
     """Seconds of every row by a constant MFU of its chip and precision (and source), in their order."""
     seconds = [0.0] * len(rows)
     alike = lambda row: (row.row.source * by_source, row.job.cluster.hardware, row.job.batch.precision)
+    of_work = ((row.job.parallel, row.job.num_micro_batches) for row in rows)  # the pipeline's time over its work's
+    bubbles = [1.0 + (p.pp - 1) / (p.virtual_stages * count) for p, count in of_work]
+    ideal = [row.ideal_s * bubble for row, bubble in zip(rows, bubbles, strict=True)]
     for indices in rows_by(map(alike, rows)).values():
-        ideal = []
-        for row in (rows[i] for i in indices):  # with the pipeline's time over that of its work
-            p = row.job.parallel
-            bubble = 1.0 + (p.pp - 1) / (p.virtual_stages * row.job.num_micro_batches)
-            ideal.append(row.ideal_s * bubble)
-        scale = best_scale(ideal, [rows[i].measured_s for i in indices])
-        for i, value in zip(indices, ideal, strict=True):
-            seconds[i] = float(f"{scale * value:.{DIGITS}g}")
+        scale = best_scale([ideal[i] for i in indices], [rows[i].measured_s for i in indices])
+        for i in indices:
+            seconds[i] = float(f"{scale * ideal[i]:.{DIGITS}g}")
     return seconds
 
 
@@ -298,10 +295,6 @@ FITTED = "the predictor was fitted on it"
 PredictorOf = Callable[[str], Predictor | None]  # of a hardware's name; None: hardware facts answer
 
 
-class FittedRowError(PredictorError):
-    """A row that cannot judge a predictor because the predictor was fitted on it."""
-
-
 def without_source(predictor: Predictor | None, source: str) -> Predictor | None:
     """A predictor without what published runs of one source say; a shipped one also without the power they told."""
     if predictor is None or predictor.calibration.published is None:
@@ -334,8 +327,7 @@ def score(row: Row, predictor_of: PredictorOf) -> Scored:
         except PredictorError as error:
             raise RowError(str(error)) from None
         if is_copy(job, row.measured_s, taught.manifest.get("fitted_rows", ())):
-            where = f"row {row.row_id} of {row.source} in the manifest of {taught.hardware.name}"
-            raise FittedRowError(f"rows that a predictor was fitted on cannot judge it, got {where}")
+            raise JobError(FITTED)
     predictor = without_source(taught, row.source)
     scored = _scored(row, every, predictor, row.source)
     if taught is None or taught is predictor:

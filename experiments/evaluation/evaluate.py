@@ -107,7 +107,6 @@ class Evaluation:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; times in seconds, other figures in percent, except ``spearman`` and counts."""
         by_source = self.by(lambda row: row.row.source)
-        kinds = self.by(lambda row: f"{row.row.source}: {row.kind}")
         choices = {name: error_metrics.mean_figures([g for g in self.groups if g["source"] == name])
                    for name in dict.fromkeys(group["source"] for group in self.groups)}  # fmt: skip
         worst = [
@@ -134,7 +133,7 @@ class Evaluation:
             **{name: overall[name] for name in ("interval_score", "said_not_to_fit")},
             "warnings": self.warnings,
             "predictions": [row.to_dict() for row in self.scored],
-            "kinds": {name: figures(rows) for name, rows in kinds.items()},
+            "kinds": {k: figures(rows) for k, rows in self.by(lambda row: f"{row.row.source}: {row.kind}").items()},
             "references": references,
             "choices": {**choices, "overall": error_metrics.mean_figures(self.groups)},
             "groups": self.groups,
@@ -209,8 +208,8 @@ def evaluate(
                 rejected.append((row, WEAK))
             else:
                 (suspect if row.suspect else scored).append(score(row, predictor_of))
-        except (JobError, error_metrics.FittedRowError) as error:
-            rejected.append((row, FITTED if isinstance(error, error_metrics.FittedRowError) else str(error)))
+        except JobError as error:
+            rejected.append((row, str(error)))
         (on_row or bar.show)(number, len(rows))
     result = Evaluation(Counter(row.source for row in rows), scored, suspect, rejected)
     if not scored:

@@ -64,9 +64,8 @@ def fabric_of(row: Row, hardware: str, gpus_per_node: int) -> Any:
     text, usual = row.text("inter_interconnect"), presets.usual_fabric(hardware)
     if text in presets.FABRICS:
         return text
-    lower, machine = text.lower(), row.text("hardware").lower()
-    told = f"{lower} {row.text('notes').lower()}"
-    named = [fabric for words, device, fabric in TOLD["networks"] if re.search(words, told) and device in hardware]
+    lower, machine, notes = (row.text(name).lower() for name in ("inter_interconnect", "hardware", "notes"))
+    named = [f for words, device, f in TOLD["networks"] if re.search(words, f"{lower} {notes}") and device in hardware]
     named += [fabric for word, fabric in TOLD["machines"] if word in machine]
     named += presets.read_fabric_words(text, hardware)[0]
     if named:
@@ -221,18 +220,17 @@ def _table_job(row: Row, framework: Framework) -> Job:
     else:
         raise RowError(f"tables must be one of {', '.join(TABLE_MODELS)} or a file, got {tables[:60]!r}")
     whole = row.known("global_batch")
-    batch = row.whole("micro_batch") or -(-whole // row.gpus)
+    batch, precision = row.whole("micro_batch") or -(-whole // row.gpus), precision_of(row.text("precision") or "fp16")
     steps = max(1, round(whole / (batch * row.gpus)))
     replicated = TOLD["replicated_mbytes"][cluster["nodes"] > 1]
     sharding = {"rule": row.text("sharding") or "auto", "replicate_mbytes": replicated}
     found = {
         "model": {**model, **({"interaction": row.text("interaction")} if row.text("interaction") else {})},
-        "batch": {"micro_batch": batch, "global_batch": batch * row.gpus * steps},
+        "batch": {"micro_batch": batch, "global_batch": batch * row.gpus * steps, "precision": precision},
         "optimizer": {"kind": "adagrad"},
         "sharding": {**sharding, "optimizer": "adagrad"},
         "cluster": cluster,
     }
-    found["batch"]["precision"] = precision_of(row.text("precision") or "fp16")
     return Job.from_dict(found, habits=framework)
 
 

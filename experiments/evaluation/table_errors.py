@@ -157,10 +157,9 @@ def _by_recipes(measured: Measurements, predictor_of: PredictorOf) -> tuple[Meas
     doubts, sources = [], {file.digest for file in measured.files.values()}
     for device in dict.fromkeys(measured.device):
         predictor = predictor_of(device)
-        recipe = None if predictor is None else RECIPES.get(predictor.manifest.get("name", ""))
-        if predictor is None or recipe is None:
+        name_of = "" if predictor is None else predictor.manifest.get("name", "")
+        if predictor is None or (recipe := RECIPES.get(name_of)) is None:
             continue
-        name_of = predictor.manifest["name"]
         if device == recipe.hardware:
             before, hardware = measured.seconds, find_hardware(device)
             assert hardware is not None
