@@ -148,7 +148,7 @@ def errors(predicted: Times, measured: Times) -> Errors:
     signed = 100.0 * (one / two - 1.0)
     size = np.abs(signed)
     figures = map(float, (size.mean(), np.median(size), np.quantile(size, 0.9), size.max(), signed.mean()))
-    return Errors(len(size), *figures, spearman=spearman(one, two) if len(size) > 1 else None)
+    return Errors(len(size), *figures, spearman(one, two) if len(size) > 1 else None)
 
 
 def regret(groups: Sequence[Hashable], predicted: Sequence[float], measured: Sequence[float]) -> float | None:
@@ -327,7 +327,7 @@ def score(row: Row, predictor_of: PredictorOf) -> Scored:
         except PredictorError as error:
             raise RowError(str(error)) from None
         if is_copy(job, row.measured_s, taught.manifest.get("fitted_rows", ())):
-            raise JobError(FITTED)
+            raise RowError(f"{FITTED}, got row {row.row_id} of {row.source} in the manifest of {taught.hardware.name}")
     predictor = without_source(taught, row.source)
     scored = _scored(row, every, predictor, row.source)
     if taught is None or taught is predictor:

@@ -150,8 +150,8 @@ class Timer:
         return known
 
     def launch_seconds(self, works: Sequence[Work]) -> Floats:
-        """The host's launch time of one of each, shape ``(len(works),)``."""
-        if not self._hardware.has_host:
+        """The host's launch time of one of each beside the device, shape ``(len(works),)``."""
+        if not self._hardware.has_host or self._calls.blocking:
             return np.zeros(len(works))
         return np.array([self._hardware.launch_s(work, self._calls) for work in works], dtype=np.float64)
 
@@ -170,8 +170,8 @@ class Timer:
     def _slowed(self, works: Sequence[Work], slowdown: Slowdown) -> Floats:
         """Seconds of each signature alone on slower ranks."""
         seconds = self.work_seconds(works)
-        if self._calls.blocking:
-            seconds = seconds + self.launch_seconds(works)
+        if self._calls.blocking:  # the device waits for each launch
+            seconds = seconds + [self._hardware.launch_s(work, self._calls) for work in works]
         if slowdown is AS_IT_IS:
             return seconds
         is_op = np.array([isinstance(work, Op) for work in works], dtype=np.bool_)

@@ -117,6 +117,13 @@ def test_all_adapters_of_a_node_work_for_a_ring() -> None:
     assert terms[RING_LL128, ADAPTERS] == pytest.approx(2 * 79 / 80 / 400 / 0.92)
 
 
+@pytest.mark.parametrize(("nodes", "factor"), [(2, 1.0), (4, 1.0), (16, 2.0)])
+def test_a_network_that_loses_bandwidth_with_nodes(nodes: int, factor: float) -> None:
+    work = Collective("all_gather", 10**9, 8 * nodes, 8)
+    lossy = replace(FABRIC, inter_node=replace(FABRIC.inter_node, scaling_loss=0.5))
+    assert _terms(work, lossy)[RING, ADAPTERS] == pytest.approx(factor * _terms(work)[RING, ADAPTERS])
+
+
 def test_trees_are_as_deep_as_the_logarithm_of_the_nodes() -> None:
     many = Collective("all_reduce", 1 << 20, 2048, 8)
     assert nccl_terms(many, FABRIC)[STEPS] == 2 * 2047

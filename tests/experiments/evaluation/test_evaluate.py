@@ -18,6 +18,7 @@ from stepsight.experiments.evaluation.error_metrics import (
     score,
 )
 from stepsight.experiments.evaluation.evaluate import evaluate, evaluation_text, figures
+from stepsight.experiments.evaluation.runs_table import RowError
 from stepsight.training.corrections.residual import JobFeatures, PublishedRun, PublishedRuns
 from stepsight.training.prediction.prediction import ROOFLINE
 from stepsight.training.shipped.catalogue import shipped_predictor
@@ -140,7 +141,7 @@ def test_fitted_rows_cannot_judge(tmp_path: Path) -> None:
         manifest={"fitted_rows": [digest_of(rows[0])]},
         kernels_asked=lambda job: None,
     )
-    with pytest.raises(PredictorError, match="cannot judge it, got row 8 of lab"):
+    with pytest.raises(RowError, match="the predictor was fitted on it, got row 8 of lab"):
         score(rows[0], lambda hardware: seen)
     alone = write_runs(tmp_path / "alone.csv", rows[0])
     with pytest.raises(

@@ -55,6 +55,12 @@ def test_networks(hardware: str, text: str, gbytes_per_s: float) -> None:
     assert fabric.inter_node.bandwidth_bytes_per_s == pytest.approx(gbytes_per_s * 1e9)
 
 
+@pytest.mark.parametrize(("day", "gbytes_per_s"), [("02-20", 1.27), ("02-24", 1.27), ("02-25", 2.53), ("02-27", 2.53)])
+def test_a_network_before_its_nodes_were_mended(day: str, gbytes_per_s: float) -> None:
+    row = run_row(inter_interconnect="Jean Zay Omni-Path 4x100 Gb/s", notes=f"layers inferred; date {day}; vocab ~250k")
+    assert job_of(row).job.fabric.inter_node.bandwidth_bytes_per_s == pytest.approx(gbytes_per_s * 1e9)
+
+
 @pytest.mark.parametrize(
     ("changes", "nodes"),
     [({}, (2, 8)), ({"nodes": "", "gpus_per_node": ""}, (2, 8)), ({"gpus": 4, "nodes": 1}, (1, 4))],

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.hardware.hardware_facts import LaunchCalls
 from stepsight.dataset.job.frameworks import release_month
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.evaluation.error_metrics import score
@@ -420,3 +421,19 @@ def test_cells_that_are_no_numbers_or_flags_leave_the_row_out(column: str, cell:
     """Also where the number would have no effect: virtual stages of a job without a pipeline."""
     with pytest.raises(RowError, match=f"{column} must be"):
         jobs_of(run_row(**{"pp": 1, "tp": 2, "dp": 8, column: cell}))
+
+
+def test_a_row_with_the_layout_of_a_later_configuration() -> None:
+    """The launcher's tables came with release 22.08, whose layouts count; rows of others keep theirs."""
+    cells = {"model_name": "GPT3-175B", "framework": "NeMo-Megatron", "gpus": 128, "nodes": 16, "layers": 96}
+    cells |= {"dp": 4, "pp": 8, "vp": 4, "micro_batch": 1, "recompute": "none (block, 0 layers)"}
+    source = "NeMo-Megatron Launcher README node-scaling tables (A100)"
+    known, other = (job_of(run_row(**cells, source=name)).job for name in (source, "lab"))
+    assert (known.parallel.tp, known.parallel.virtual_stages, known.parallel.dp) == (8, 1, 2)
+    assert (known.batch.micro_batch, known.parallel.recompute) == (2, "full")
+    assert (other.parallel.tp, other.batch.micro_batch, other.parallel.recompute) == (4, 1, "selective")
+
+
+def test_bloom_ran_with_launches_that_block() -> None:
+    found = job_of(run_row(framework="Megatron-DeepSpeed (ZeRO-1 + PP)")).job.execution
+    assert found.launches == LaunchCalls(3.0, 0.0, blocking=True)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link
+from stepsight.dataset.hardware.hardware_facts import ONE_LAUNCH, LaunchCalls
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.step import Comm, Item, Join, OverlappedOp
 from stepsight.simulator.clock.engine import DATA
@@ -31,6 +32,7 @@ class Given:
     def __init__(self, hardware: Hardware, knows_context: bool = False) -> None:
         self.hardware = hardware
         self.knows_context = knows_context
+        self.calls = ONE_LAUNCH
 
     def op_seconds(self, ops: Sequence[Op]) -> Seconds:
         return np.array([op.dims[0] for op in ops], dtype=np.float64)
@@ -83,6 +85,18 @@ def test_the_host_launches_one_op_after_the_other(
     expected = host_path([host * (1 + at) for at in range(len(all_ops))], all_ops)
     assert timed.transition[0, 0] == pytest.approx(expected)
     assert timed.host == pytest.approx(expected - sum(all_ops))
+
+
+@pytest.mark.parametrize("knows_context", [False, True])
+def test_the_device_waits_for_blocking_launches(gpu: Hardware, knows_context: bool) -> None:
+    """Each op takes its launch as well, however long the host has had."""
+    given = Given(replace(gpu, host_op_s=0.5), knows_context)
+    given.calls = LaunchCalls(2.0, blocking=True)
+    builder = SegmentBuilder("forward")
+    builder.items(ops(9, 1, 2), "ops")
+    timed = Timer(given).segment(builder.build())
+    assert timed.transition[0, 0] == pytest.approx(12 + 3 * 2 * 0.5)
+    assert timed.host == pytest.approx(0.0)
 
 
 def test_the_host_launches_all_streams(gpu: Hardware) -> None:
