@@ -148,7 +148,8 @@ def errors(predicted: Times, measured: Times) -> Errors:
     signed = 100.0 * (one / two - 1.0)
     size = np.abs(signed)
     figures = map(float, (size.mean(), np.median(size), np.quantile(size, 0.9), size.max(), signed.mean()))
-    return Errors(len(size), *figures, spearman(one, two) if len(size) > 1 else None)
+    mape, median, p90, most, bias = figures
+    return Errors(len(size), mape, median, p90, most, bias, spearman(one, two) if len(size) > 1 else None)
 
 
 def regret(groups: Sequence[Hashable], predicted: Sequence[float], measured: Sequence[float]) -> float | None:
@@ -202,9 +203,8 @@ def constant_mfu(rows: Sequence[Scored], *, by_source: bool = True) -> list[floa
     """Seconds of every row by a constant MFU of its chip and precision (and source), in their order."""
     seconds = [0.0] * len(rows)
     alike = lambda row: (row.row.source * by_source, row.job.cluster.hardware, row.job.batch.precision)
-    of_work = ((row.job.parallel, row.job.num_micro_batches) for row in rows)  # the pipeline's time over its work's
-    bubbles = [1.0 + (p.pp - 1) / (p.virtual_stages * count) for p, count in of_work]
-    ideal = [row.ideal_s * bubble for row, bubble in zip(rows, bubbles, strict=True)]
+    all_of = ((row, row.job.parallel, row.job.num_micro_batches) for row in rows)  # the bubble as a part of the work
+    ideal = [row.ideal_s * (1.0 + (p.pp - 1) / (p.virtual_stages * count)) for row, p, count in all_of]
     for indices in rows_by(map(alike, rows)).values():
         scale = best_scale([ideal[i] for i in indices], [rows[i].measured_s for i in indices])
         for i in indices:
