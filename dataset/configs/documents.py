@@ -111,10 +111,13 @@ def _count(value: Any, depth: int = 0) -> int:
 
 
 def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, its keys joined by dots."""
+    """Nested tables as one, its keys joined by dots; an empty table has no value, and tables of a list have numbers."""
     found: dict[str, Any] = {}
     for key, value in tables.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
+            value = {str(place): each for place, each in enumerate(value)}
+        inner = flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        found |= inner or {f"{prefix}{key}": None}
     return found
 
 

@@ -281,16 +281,17 @@ class Reading:
         return value
 
     def ignore_rest(self) -> None:
-        """Record the settings that set nothing, or only what later ones set again."""
-        for name in self._stated:
+        """Record the settings that set nothing, or only what later ones set again; also those without a value."""
+        for name in self.values:
             if name not in self._settled or not self.draft.names(self.source(name)):
                 self.ignore(self.written(name))
-            self.draft.settings[self.source(name)] = self.written(name)
+            if name in self._stated:
+                self.draft.settings[self.source(name)] = self.written(name)
 
     def written(self, name: str) -> str:
         """A setting as the configuration writes it, with its value."""
-        value, words = self.stated.get(name, self._all[name]), self.source(name)
+        value, words = self.stated.get(name, self._all.get(name)), self.shown.get(name, name)
         if words.startswith("--") and isinstance(value, bool):  # an option of a command line without a value
             return words
-        value = str(value).lower() if isinstance(value, bool) else value  # as YAML, TOML and JSON have it
+        value = "null" if value is None else str(value).lower() if isinstance(value, bool) else value  # as YAML has it
         return f"{words} {' '.join(map(str, value)) if isinstance(value, list) else value}".strip()

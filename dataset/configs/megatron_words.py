@@ -71,10 +71,11 @@ def read_arguments(file: ConfigFile, draft: Draft) -> None:
 
 def read_yaml(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from Megatron-Core's YAML: the innermost name of each value counts, whatever its table."""
-    settings = flat(file.tables).items()
-    places = ((place, value, *(_adapters(place, value) or canonical(place.rpartition(".")[2], value)))
-              for place, value in settings)  # fmt: skip
-    read_megatron(_reading(draft, (found for found in places if found[3] is not None)))
+    found: list[_Found] = []
+    for place, stated in flat(file.tables).items():
+        name, value = _adapters(place, stated) or canonical(place.rpartition(".")[2], stated)
+        found.append((place, stated, name if value is not None else f":{place}", value))
+    read_megatron(_reading(draft, found))
 
 
 def read_bridge(file: ConfigFile, draft: Draft) -> None:
@@ -83,8 +84,9 @@ def read_bridge(file: ConfigFile, draft: Draft) -> None:
     The precision of ``mixed_precision`` also stands in other tables, of which it fills those that are open.
     """
     draft.framework = "nemo"
-    tables = {name: table for name, table in file.tables.items() if name != "mixed_precision"}
-    read_yaml(ConfigFile(file.path, {**tables, "mixed_precision": file.tables.get("mixed_precision")}), draft)
+    read_yaml(
+        ConfigFile(file.path, dict(sorted(file.tables.items(), key=lambda table: table[0] == "mixed_precision"))), draft
+    )
 
 
 def _adapters(place: str, value: Any) -> tuple[str, Any] | None:
@@ -226,8 +228,8 @@ def read_nemo(file: ConfigFile, draft: Draft) -> None:
             named = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
             if named is not None:
                 value = everything.get(key.rpartition(".")[0] + named[1] if named[1].startswith(".") else named[1])
-        if value is not None and value != "???" and "${" not in (value if isinstance(value, str) else ""):
-            found.append((key, value, *_nemo_setting(key, value)))
+        open_value = value in (None, "???") or "${" in (value if isinstance(value, str) else "")
+        found.append((key, value, *((f":{key}", value) if open_value else _nemo_setting(key, value))))
     found += [(key, own, "group_query_attention", True) for key, own, name, _ in found if name == "num_query_groups"]
     draft.framework = "nemo"
     first, last = (rows_of("megatron", globals(), f"nemo_{place}") for place in ("first", "last"))

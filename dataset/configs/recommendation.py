@@ -23,6 +23,10 @@ from stepsight.dataset.job.sharding_plans import TABLE_FIELDS, plan_tables, reco
 
 _FLAGS: Mapping[str, list[str]] = facts()["dlrm"]["flags"]
 _WIDTH_AND_ROWS = ("embedding_vec_size", "slot_size_array")
+_OF_LAYERS = re.compile(  # what a model takes from HugeCTR's layers
+    rf"^layers\.\d+\.(type|dense\.dense_dim|sparse_embedding_hparam\.({'|'.join(_WIDTH_AND_ROWS)})|fc_param\.num_output"
+    r"|mc_param\.(num_layers|projection_dim)|sparse\.0\.(max_feature_num_per_sample|slot_num|nnz_per_slot))$"
+)
 
 
 def is_words(file: ConfigFile) -> bool:
@@ -106,7 +110,7 @@ def read_hugectr(file: ConfigFile, draft: Draft) -> None:
     of_kind = {kind: layer for kind, layer in reversed([*zip(kinds, layers, strict=True)])}
     sparse: list[dict[str, Any]] = []
     data, cross = of_kind.get("Data", {}), of_kind.get("MultiCross", {})
-    hot = _pooling(data.get("sparse"))
+    hot = _pooling(data)
     for layer in (layer for layer, kind in zip(layers, kinds, strict=True) if "SparseEmbedding" in kind):
         width, rows = (layer.get(f"sparse_embedding_hparam.{name}") for name in _WIDTH_AND_ROWS)
         if type(width) is not int or not isinstance(rows, list) or not all(type(size) is int for size in rows):
@@ -138,12 +142,16 @@ def read_hugectr(file: ConfigFile, draft: Draft) -> None:
     for key in ("sharding.optimizer", "optimizer.kind") if kind in ("adam", "adagrad", "sgd") else ():
         draft.map(key, kind, "optimizer.type")
     draft.choose("hugectr", "layers")
+    every = flat(file.tables)
+    Reading(
+        draft, {key: every[key] for key in every if not _OF_LAYERS.search(key) and not draft.names(key)}
+    ).ignore_rest()
 
 
-def _pooling(sparse: Any) -> float:
+def _pooling(data: Mapping[str, Any]) -> float:
     """Indices of a slot in HugeCTR's layer of data."""
-    first = sparse[0] if isinstance(sparse, list) and sparse and isinstance(sparse[0], Mapping) else {}
-    most, slots, each = (first.get(name) for name in ("max_feature_num_per_sample", "slot_num", "nnz_per_slot"))
+    names = ("max_feature_num_per_sample", "slot_num", "nnz_per_slot")
+    most, slots, each = (data.get(f"sparse.0.{name}") for name in names)
     if type(most) is int and type(slots) is int and slots > 0:
         return max(most / slots, 1.0)
     return float(each) if isinstance(each, int | float) and each > 0 else 1.0

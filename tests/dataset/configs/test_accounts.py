@@ -223,3 +223,30 @@ def test_a_pattern_that_is_none_is_told(tmp_path: Path) -> None:
     path.write_text("--num-layers 4 --num-experts 8 --moe-layer-freq [3]*2+[1]*2\n")
     found = read_configs(path)
     assert "model.moe_every" not in found.mapped and any("--moe-layer-freq [3]*2" in text for text in found.ignored)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nemo", "  cpu_offloading_num_layers: ${sum:${.num_layers},-1}\n"),
+        ("nemo", "  data_prefix: ???\n"),
+        ("nemo", "  restore_from_path: null\n"),
+        ("nemo", "  tokenizer: {sentencepiece: {}}\n"),
+        ("nanotron", "profiler: null\n"),
+        ("nanotron", "data_stages:\n- {name: 1}\n- {data: null}\n"),
+        ("maxtext", "vllm_hf_overrides: {}\n"),
+        ("megatron-arguments", "save: null\n"),
+        ("megatron-bridge", "rerun: {mode: null}\n"),
+    ],
+)
+def test_settings_without_a_value_are_listed(name: str, words: str, tmp_path: Path) -> None:
+    """Empty settings, empty tables, and references to other files' values set nothing, and are ignored by name."""
+    file, text = FORMATS[name]
+    path = tmp_path / file
+    path.write_text(text)
+    without = read_configs(path)
+    path.write_text(text.rstrip("\n") + "\n" + words)
+    found = read_configs(path)
+    assert found.job == without.job
+    listed = " ".join(set(found.ignored) - set(without.ignored))
+    assert all(re.search(rf"\b{key}\b", listed) for key in re.findall(r"\w+(?=:)", words))

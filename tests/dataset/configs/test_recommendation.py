@@ -91,10 +91,17 @@ def test_hugectrs_layers_state_a_model(tmp_path: Path) -> None:
     ]
     solver = {"batchsize": 4096, "gpu": [[0, 1, 2, 3]], "mixed_precision": 1024}
     path.write_text(json.dumps({"solver": solver, "optimizer": {"type": "SGD"}, "layers": layers}))
-    job = read_configs(path).job
+    found = read_configs(path)
+    job = found.job
     assert [table.pooling for table in job.model.tables] == [3.0, 2.0]
     assert job.cluster.num_devices == 4 and job.batch.micro_batch == 1024 and job.optimizer.kind == "sgd"
     assert job.framework == "hugectr" and job.batch.precision == "fp16"
+    assert found.ignored == ()
+    solver |= {"lr_policy": "fixed", "snapshot": None}
+    layers[3] |= {"name": "interaction1", "bottom": ["fc2", "sparse"]}
+    path.write_text(json.dumps({"solver": solver, "optimizer": {"type": "Lamb"}, "layers": layers, "more": {"x": {}}}))
+    told = ["layers.3.bottom fc2 sparse", "layers.3.name interaction1", "more.x null", "optimizer.type Lamb"]
+    assert sorted(read_configs(path).ignored) == [*told, "solver.lr_policy fixed", "solver.snapshot null"]
 
 
 @pytest.mark.parametrize("flag", ["--arch-mlp-bot=,", "--arch-mlp-top=inf", "--arch-mlp-top=1e999"])
