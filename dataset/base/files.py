@@ -15,9 +15,10 @@ import json
 import os
 import shutil
 import tempfile
+import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, fields
 from importlib import resources
 from pathlib import Path
@@ -111,15 +112,22 @@ def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to ``path``, which is renamed to ``path`` if the block succeeds."""
+    """Yield a temporary folder next to ``path``, which is renamed to ``path`` if the block succeeds.
+
+    Processes that were killed while they wrote the same path left theirs, without a lock: these are removed.
+    """
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise StepsightError(f"an output must be a new folder or an existing one of the same kind, got {path}")
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*/"):
+        with suppress(OSError), atomic_files.locked(left) as free:  # a new one may not be locked yet
+            if free and time.time() - left.stat().st_mtime > 10.0 and not (left / path.name).exists():
+                shutil.rmtree(left, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     temporary.chmod(0o755)
     try:
-        with _naming(path):
+        with _naming(path), atomic_files.locked(temporary):
             yield temporary
             _put(temporary, path)
     finally:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stepsight.dataset.base.bounded import read_parquet, read_unpacked, reason
-from stepsight.dataset.base.errors import MALFORMED, TableError, repeated
+from stepsight.dataset.base.errors import MALFORMED, TableError, repeated, shorten
 from stepsight.dataset.base.files import new_file
 from stepsight.dataset.hardware.hardware import HARDWARE, canonical_hardware, find_hardware, reported_devices
 from stepsight.dataset.kinds.op import MOST_SIZE, Collective, Op
@@ -266,7 +266,9 @@ class Rows:
         if self._broken and not self._rows:
             number, text = next(iter(self._broken.values()))
             raise self.error(text, number)
-        said = {rule: f"{text:.200} (the first in row {number})" for rule, (number, text) in self._broken.items()}
+        said = {
+            rule: f"{shorten(text, 200)} (the first in row {number})" for rule, (number, text) in self._broken.items()
+        }
         works, seconds, device, fabric, software, _ = zip(*self._rows, strict=True) if self._rows else ((),) * 6
         skipped = {said.get(reason, reason): count for reason, count in self.skipped.items()}
         sources, times = (source,) * len(works), np.array(seconds, float)

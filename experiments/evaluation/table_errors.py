@@ -180,7 +180,7 @@ def _by_recipes(measured: Measurements, predictor_of: PredictorOf) -> tuple[Meas
         if found and max(found.values()) < 0:  # none of them: all are predicted as what it predicts for
             ran = [0 if each == -1 else each for each in ran]
             doubts.append(f"{name_of} knows the software of no row on {device}: it predicts for the software it knows")
-    return measured, ran, doubts
+    return measured, ran, [*dict.fromkeys(doubts)]
 
 
 def _held_out(measured: Measurements, predictor_of: PredictorOf, skipped: dict[str, int]) -> TableErrors | None:

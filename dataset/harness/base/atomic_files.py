@@ -82,13 +82,15 @@ def new_folder(path: Path, temporary: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Whether this process gets the lock of a file, until the block ends; with ``wait`` it waits for others."""
-    with path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except OSError:
-            if wait:
-                raise
-            yield False
-        else:
-            yield True
+    """Whether this process gets the lock of a file or folder, until it ends; with ``wait`` it waits for others."""
+    lock = os.open(path, os.O_RDONLY if path.is_dir() else os.O_CREAT | os.O_WRONLY, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        if wait:
+            raise
+        yield False
+    else:
+        yield True
+    finally:
+        os.close(lock)

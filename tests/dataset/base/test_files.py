@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,3 +169,19 @@ def test_only_plain_files_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "target")
     write_text(tmp_path / "link", "new")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "new"
+
+
+def test_what_a_killed_writer_of_a_folder_left_is_removed(tmp_path: Path) -> None:
+    """Only if it is not locked: another process may still write there."""
+    code = "import os, pathlib, sys\nfrom stepsight.dataset.base.files import new_folder\n"
+    code += "with new_folder(pathlib.Path(sys.argv[1])) as made:\n    (made / 'x').write_text('x')\n    os._exit(9)"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "made")], check=False)
+    (left,) = tmp_path.iterdir()
+    os.utime(left, (0, 0))
+    with new_folder(tmp_path / "made") as first:
+        assert not left.exists() and not [*first.iterdir()]
+        os.utime(first, (0, 0))
+        with new_folder(tmp_path / "made"):
+            assert first.exists()
+        shutil.rmtree(tmp_path / "made")
+    assert [path.name for path in tmp_path.iterdir()] == ["made"] and not [*(tmp_path / "made").iterdir()]
