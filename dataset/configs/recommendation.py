@@ -23,10 +23,6 @@ from stepsight.dataset.job.sharding_plans import TABLE_FIELDS, plan_tables, reco
 
 _FLAGS: Mapping[str, list[str]] = facts()["dlrm"]["flags"]
 _WIDTH_AND_ROWS = ("embedding_vec_size", "slot_size_array")
-_OF_LAYERS = re.compile(  # what a model takes from HugeCTR's layers
-    rf"^layers\.\d+\.(type|dense\.dense_dim|sparse_embedding_hparam\.({'|'.join(_WIDTH_AND_ROWS)})|fc_param\.num_output"
-    r"|mc_param\.(num_layers|projection_dim)|sparse\.0\.(max_feature_num_per_sample|slot_num|nnz_per_slot))$"
-)
 
 
 def is_words(file: ConfigFile) -> bool:
@@ -110,12 +106,11 @@ def read_hugectr(file: ConfigFile, draft: Draft) -> None:
     of_kind = {kind: layer for kind, layer in reversed([*zip(kinds, layers, strict=True)])}
     sparse: list[dict[str, Any]] = []
     data, cross = of_kind.get("Data", {}), of_kind.get("MultiCross", {})
-    hot = _pooling(data)
     for layer in (layer for layer, kind in zip(layers, kinds, strict=True) if "SparseEmbedding" in kind):
         width, rows = (layer.get(f"sparse_embedding_hparam.{name}") for name in _WIDTH_AND_ROWS)
         if type(width) is not int or not isinstance(rows, list) or not all(type(size) is int for size in rows):
             raise JobError(f"HugeCTR's sparse embedding must state {' and '.join(_WIDTH_AND_ROWS)}")
-        sparse += [{"rows": size, "dim": width, "pooling": min(hot, float(size))} for size in rows]
+        sparse += [{"rows": size, "dim": width, "pooling": min(_pooling(data), float(size))} for size in rows]
     if not sparse:
         raise JobError("HugeCTR's layers must have a sparse embedding, got " + ", ".join(kinds)[:120])
     meets = next((at for at, kind in enumerate(kinds) if kind in ("Interaction", "MultiCross", "Concat")), len(kinds))
@@ -129,7 +124,7 @@ def read_hugectr(file: ConfigFile, draft: Draft) -> None:
     whole["dense_features"] = data.get("dense.dense_dim")
     model |= {name: value for name, value in whole.items() if type(value) is int and value > 0}
     _fill(draft, model, dict.fromkeys(model, "layers"))
-    others = flat({name: file.tables.get(name) for name in ("solver", "optimizer")})
+    others = flat(file.tables)
     if type(size := others.get("solver.batchsize")) is int:
         draft.map("batch.global_batch", size, "solver.batchsize")
     draft.map("run.accumulation", 1, "a step has one batch")
@@ -142,10 +137,8 @@ def read_hugectr(file: ConfigFile, draft: Draft) -> None:
     for key in ("sharding.optimizer", "optimizer.kind") if kind in ("adam", "adagrad", "sgd") else ():
         draft.map(key, kind, "optimizer.type")
     draft.choose("hugectr", "layers")
-    every = flat(file.tables)
-    Reading(
-        draft, {key: every[key] for key in every if not _OF_LAYERS.search(key) and not draft.names(key)}
-    ).ignore_rest()
+    read = {key for key in others if re.sub(r"^layers\.\d+\.", "", key) in facts()["hugectr"]["of_layers"]}
+    Reading(draft, {key: others[key] for key in others if key not in read and not draft.names(key)}).ignore_rest()
 
 
 def _pooling(data: Mapping[str, Any]) -> float:

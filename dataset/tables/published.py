@@ -278,12 +278,6 @@ def _aic_moe(dtype: str, told: str, *cells: Any) -> Found:
     return Op("grouped_linear", (min(experts, copies), copies, 3 * inter // tp, hidden), dtype)
 
 
-def _aic_collective(dtype: str, told: str, kind: str, num_gpus: int, elements: int) -> Found:
-    if kind not in benchmark_names():
-        return f"no collective kind for {kind}"
-    return Collective(benchmark_names()[kind], elements * _AIC["nccl_bytes"][told], num_gpus, num_gpus)
-
-
 # By table, what makes work of the dtype as ops have it, of the dtype as it is told and of the other cells.
 _AIC_WORK: dict[str, Callable[..., Found]] = {
     "gemm": lambda dtype, told, *mnk: Op("linear", _sizes(*mnk), dtype),
@@ -292,7 +286,11 @@ _AIC_WORK: dict[str, Callable[..., Found]] = {
         "attention", (*_sizes(b, h, h, length, length, d), 0), dtype
     ),
     "moe": _aic_moe,
-    "nccl": _aic_collective,
+    "nccl": lambda dtype, told, kind, num, elements: (
+        Collective(benchmark_names()[kind], elements * _AIC["nccl_bytes"][told], num, num)
+        if kind in benchmark_names()
+        else f"no collective kind for {kind}"
+    ),
 }
 _AIC_OPTIONAL = ("window_size", "step")  # 0 where they are missing
 _AIC_TEXTS = ("framework", "version", "device", "kernel_source", "op_name", "distribution")

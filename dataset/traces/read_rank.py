@@ -158,8 +158,8 @@ def _assembly(events: RankEvents, tree: CallTree, steps: Steps, parts: Parts) ->
     """
     calls, device, base = parts.calls, events.device, len(parts.calls)
     key = np.maximum(device.start, picked(calls.start, parts.launch, -np.inf))
-    for stream in np.unique(device["stream"]).tolist():
-        rows = np.flatnonzero(device["stream"] == stream)
+    order = np.argsort(device["stream"], kind="stable")
+    for rows in np.split(order, np.flatnonzero(np.diff(device["stream"][order])) + 1):
         key[rows] = np.maximum.accumulate(key[rows])
     built = Assembly(
         start=np.concatenate([calls.start, device.start]),
@@ -200,8 +200,8 @@ def _with_unrecorded(graph: Program) -> Program:
     inner &= graph.columns["kind"] != HOST
     gaps = late > _SAMPLED_GAP_US * MICROSECOND
     launched = (graph.edge_columns["why"] == WHY_NUMBER[Dependency.LAUNCH]).any()
-    if inner.any() and not (launched and (gaps & inner).sum() < _SAMPLED_SHARE * inner.sum()):
-        some = f"{int((gaps & inner).sum())} of {int(inner.sum())} kernels start later than anything recorded explains"
+    if (count := int((gaps & inner).sum())) and not (launched and count < _SAMPLED_SHARE * inner.sum()):
+        some = f"{count} of {int(inner.sum())} kernels start later than anything recorded explains"
         told = f"kernels are missing: {some}; the trace was trimmed, and the gaps count as work that was not recorded"
         return graph.replace(unrecorded_s=np.where(gaps & inner, late, 0.0), warnings=(*graph.warnings, told))
     idle = np.where(graph.on_device, late, 0.0)

@@ -114,22 +114,20 @@ def judge_table(
     order = sorted(groups, key=lambda group: (group[0], place.get(group[2], -1), place[group[1]]))
     ran = [measured.software[index] or "not stated" for index in known.tolist()]
     sent = {index: work for index, work in enumerate(measured.works) if isinstance(work, Collective)}
+    families = [  # of an op, with its precision where that has kernels of its own
+        label_of(work)
+        if isinstance(work, Collective)
+        else work.family + f"/{work.dtype}" * (work.record.bound == "compute" and DTYPE_BYTES[work.dtype] != 2)
+        for work in works
+    ]
     return TableErrors(
         tuple([(*group, errors(told[groups[group]], truth[groups[group]])) for group in order]),
         errors(told, truth),
         skipped,
-        family_figures(list(map(_family, works)), told, truth),
+        family_figures(families, told, truth),
         family_figures(ran, told, truth),
         (*doubts, *(() if fabric is None else link_doubts([*sent.values()], fabric, measured.seconds[[*sent]]))),
     )
-
-
-def _family(work: Op | Collective) -> str:
-    """Family of an op, with its precision where that has kernels of its own; kind and place of a collective."""
-    if isinstance(work, Collective):
-        return label_of(work)
-    own = work.record.bound == "compute" and DTYPE_BYTES[work.dtype] != 2
-    return f"{work.family}/{work.dtype}" if own else work.family
 
 
 def _of_its_devices(

@@ -227,13 +227,13 @@ def replay(graphs: Sequence[Program]) -> Replay:
         ranks.append(RankReplay(graph.rank, measured / count, _span(graph, start, end) / count))
         whole += measured
         late = lateness(graph) - graph.unrecorded_s
-        own: list[tuple[StreamReplay, float]] = []  # with what was not recorded
-        for number, name in enumerate(graph.streams):
-            mine = (graph.columns["step"] >= 0) & (graph.columns["stream"] == number)
-            nodes = np.flatnonzero(mine & graph.on_device)
-            if len(nodes):
-                times = (float(each[nodes].sum()) for each in (graph.duration_s, end - start, late))
-                own.append((StreamReplay(graph.rank, name, *times), float(graph.unrecorded_s[mine].sum())))
+        inside, stream = graph.columns["step"] >= 0, graph.columns["stream"]
+        mine, num = inside & graph.on_device, len(graph.streams)
+        sums = [np.bincount(stream[mine], each[mine], num) for each in (graph.duration_s, end - start, late)]
+        lost_s = np.bincount(stream[inside], graph.unrecorded_s[inside], num)
+        busy = np.flatnonzero(np.bincount(stream[mine], minlength=num)).tolist()
+        times = zip(busy, *(each[busy].tolist() for each in (*sums, lost_s)), strict=True)
+        own = [(StreamReplay(graph.rank, graph.streams[number], *each), lost) for number, *each, lost in times]
         streams += [each for each, _ in own]
         if own:
             busiest, lost = max(own, key=lambda each: each[0].measured_busy_s)

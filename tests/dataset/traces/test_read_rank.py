@@ -251,3 +251,11 @@ def test_an_observed_step_stays_where_no_other_has_its_work(tmp_path: Path) -> N
     graph = read_rank(file.write(tmp_path / "t.json"))
     assert len(graph.steps_s) == 2 and graph.observed == 0 and graph.slowed == (1,)
     assert "they stay" in " ".join(graph.warnings)
+
+
+def test_kernels_without_gaps_are_not_missing(tmp_path: Path) -> None:
+    """A trace of kernels alone, each of which starts when the one before ends, lacks none."""
+    file = KinetoFile()
+    for number in range(4):
+        file.kernel("ampere_sgemm_128x64_tn", 10.0 * number, 10.0, 7, number)
+    assert not [told for told in graph_of(tmp_path, file).warnings if "missing" in told]
