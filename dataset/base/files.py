@@ -112,16 +112,13 @@ def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to ``path``, which is renamed to ``path`` if the block succeeds.
-
-    Processes that were killed while they wrote the same path left theirs, without a lock: these are removed.
-    """
+    """Yield a temporary folder next to ``path``, which is renamed to ``path`` if the block succeeds."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise StepsightError(f"an output must be a new folder or an existing one of the same kind, got {path}")
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{glob.escape(path.name)}.*/"):
-        with suppress(OSError), atomic_files.locked(left) as free:  # a new one may not be locked yet
+        with suppress(OSError), atomic_files.locked(left) as free:  # of a killed process; a new one may be unlocked yet
             if free and time.time() - left.stat().st_mtime > 10.0 and not (left / path.name).exists():
                 shutil.rmtree(left, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
@@ -189,12 +186,7 @@ def digest_files(paths: list[Path]) -> str:
 
 
 T = TypeVar("T")
-SUFFIXES = (".toml", ".json")
-
-
-def is_facts_file(name: str) -> bool:
-    """Whether a name of hardware, fabric or framework is the path of a file."""
-    return name.endswith(SUFFIXES)
+SUFFIXES = (".toml", ".json")  # a name of hardware, a fabric or a framework that ends so is a path
 
 
 def file_version(path: str) -> tuple[int, int]:

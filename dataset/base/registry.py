@@ -199,8 +199,8 @@ def did_you_mean(name: object, names: Iterable[object], most: int = 1) -> str:
 
 def check_takes(
     what: str, function: Any, arguments: Sequence[str], error: type[StepsightError] = StepsightError
-) -> None:
-    """Check that a value is a function that takes so many positional arguments; ``what`` says which, for messages."""
+) -> Any:
+    """Return a value if it is a function of so many positional arguments; ``what`` says which, for messages."""
     from inspect import signature  # slow to import
 
     if not callable(function):
@@ -208,11 +208,12 @@ def check_takes(
     try:
         takes = signature(function)
     except (TypeError, ValueError):  # some functions in C have none
-        return
+        return function
     try:
         takes.bind(*arguments)
     except TypeError:
         raise error(f"{what} must take {len(arguments)} ({', '.join(arguments)}), got {takes}") from None
+    return function
 
 
 def instance_of(kind: type[T]) -> Callable[[str, Any], T]:

@@ -71,11 +71,9 @@ def read_arguments(file: ConfigFile, draft: Draft) -> None:
 
 def read_yaml(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from Megatron-Core's YAML: the innermost name of each value counts, whatever its table."""
-    found: list[_Found] = []
-    for place, stated in flat(file.tables).items():
-        name, value = _adapters(place, stated) or canonical(place.rpartition(".")[2], stated)
-        found.append((place, stated, name if value is not None else f":{place}", value))
-    read_megatron(_reading(draft, found))
+    rows = ((place, own, *(_adapters(place, own) or canonical(place.rpartition(".")[2], own)))
+            for place, own in flat(file.tables).items())  # fmt: skip
+    read_megatron(_reading(draft, rows))
 
 
 def read_bridge(file: ConfigFile, draft: Draft) -> None:
@@ -101,7 +99,8 @@ def _adapters(place: str, value: Any) -> tuple[str, Any] | None:
 def _reading(draft: Draft, found: Iterable[_Found]) -> Reading:
     """Settings of a configuration; of those that ``megatron`` reads as the same one, the last one counts."""
     values, shown, stated = dict[str, Any](), dict[str, str](), dict[str, Any]()
-    for words, own, name, value in found:
+    for words, own, read_as, value in found:
+        name = f":{words}" if value is None else read_as
         if name in values and (shown[name], stated[name]) != (words, own):
             draft.ignore(f"{shown[name]} {stated[name]}: {words} {own} comes later")
         values[name], shown[name], stated[name] = value, words, own

@@ -9,7 +9,7 @@ from typing import Any
 
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.base.files import file_version, is_facts_file, only_one, preset, read_facts
+from stepsight.dataset.base.files import SUFFIXES, file_version, only_one, preset, read_facts
 from stepsight.dataset.base.registry import Registry, did_you_mean, instance_of
 from stepsight.dataset.hardware.hardware_facts import Fabric as Fabric
 from stepsight.dataset.hardware.hardware_facts import Hardware as Hardware
@@ -60,12 +60,12 @@ def find_hardware(name: str) -> Hardware | None:
     """The hardware of a name, or of a ``.json`` or ``.toml`` file; None if the name is unknown."""
     if name.startswith("{"):
         return _stated(name)
-    return _hardware_file(name)[0] if is_facts_file(name) else HARDWARE.get(name)
+    return _hardware_file(name)[0] if name.endswith(SUFFIXES) else HARDWARE.get(name)
 
 
 def canonical_hardware(name: str) -> str:
     """The preset that a usual name means (``H100``, ``A100-SXM4-80GB``); other names unchanged."""
-    if not name or name.startswith("{") or is_facts_file(name) or name in HARDWARE:
+    if not name or name.startswith("{") or name.endswith(SUFFIXES) or name in HARDWARE:
         return name
     words, aliases = device_words(name), preset("hardware.toml")["alias"]
     if words in HARDWARE:
@@ -104,13 +104,13 @@ def _stated(text: str) -> Hardware:
 
 def hardware_name(name: str) -> str:
     """The name of the hardware in a ``.json`` or ``.toml`` file; of everything else, the name itself."""
-    own = find_hardware(name) if name.startswith("{") or is_facts_file(name) else None
+    own = find_hardware(name) if name.startswith("{") or name.endswith(SUFFIXES) else None
     return name if own is None else own.name
 
 
 def find_fabric(name: str) -> Fabric:
     """The fabric of that name, or of a ``.json`` or ``.toml`` file."""
-    return only_one(facts_in(name)[1], "fabric", name) if is_facts_file(name) else FABRICS[name]
+    return only_one(facts_in(name)[1], "fabric", name) if name.endswith(SUFFIXES) else FABRICS[name]
 
 
 def _hardware_file(path: str) -> tuple[Hardware, Mapping[str, Fabric]]:
@@ -149,7 +149,7 @@ def _read_facts(path: str, version: tuple[int, int]) -> tuple[Mapping[str, Hardw
 
 def usual_fabric(hardware: str) -> str:
     """The usual fabric of a hardware: the one in its file, or that of its vendor's own systems."""
-    if is_facts_file(hardware) and _hardware_file(hardware)[1]:
+    if hardware.endswith(SUFFIXES) and _hardware_file(hardware)[1]:
         return hardware
     words = set(hardware_name(hardware).split("-"))
     usual: dict[str, str] = preset("hardware.toml")["usual_fabric"]
@@ -159,7 +159,7 @@ def usual_fabric(hardware: str) -> str:
             f"cluster.{unknown_hardware(hardware)}; for hardware that only a predictor knows, state cluster.fabric too"
         )
     if found is None:
-        beside = "a [fabric.NAME] in its file, " if is_facts_file(hardware) else ""
+        beside = "a [fabric.NAME] in its file, " if hardware.endswith(SUFFIXES) else ""
         raise JobError(
             f"cluster.fabric must be stated, since no usual fabric is known for hardware {hardware!r:.80}: name one of "
             f"{', '.join(FABRICS.names())}, a .json or .toml file, {beside}or a table of links"

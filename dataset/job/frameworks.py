@@ -15,7 +15,7 @@ from typing import Any
 
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.base.files import file_version, is_facts_file, only_one, preset, read_facts
+from stepsight.dataset.base.files import SUFFIXES, file_version, only_one, preset, read_facts
 from stepsight.dataset.base.registry import Registry, instance_of
 from stepsight.dataset.harness.base.parallel_rules import Rules
 from stepsight.dataset.job.specs import CHOICES, RECOMPUTE, spec_from_table
@@ -199,7 +199,7 @@ def find_framework(text: str, container: str = "", date: str = "") -> Framework:
 
     ``container`` and ``date``, as in ``ExecutionSpec``, choose among the profiles of a framework; files have one.
     """
-    if is_facts_file(text):
+    if text.endswith(SUFFIXES):
         return _read_profile(text, file_version(text))
     if (found := _profile_in(text, container, date)) is None:
         raise JobError(FRAMEWORKS.unknown(text))

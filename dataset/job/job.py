@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.base.files import SUFFIXES, is_facts_file, read_document
+from stepsight.dataset.base.files import SUFFIXES, read_document
 from stepsight.dataset.base.registry import did_you_mean
 from stepsight.dataset.hardware.hardware import (
     FABRICS,
@@ -86,7 +86,7 @@ class Job(JobTables):
             problems.append(f"framework must be a printable string, got {self.framework!a:.80}")
         if problems:
             raise JobError(problems.text())
-        if self.framework and not is_facts_file(self.framework):
+        if self.framework and not self.framework.endswith(SUFFIXES):
             _ = self.profile
         for name, table in _filled(self).items():
             object.__setattr__(self, name, table)

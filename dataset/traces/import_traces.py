@@ -193,11 +193,6 @@ def summary(found: Imported) -> dict[str, Any]:
 TraceReader = Callable[[Path, Placement], RankTrace]
 
 
-def _check_reader(name: str, reader: Any) -> TraceReader:
-    check_takes("a reader of traces", reader, ("path", "placement"))
-    return reader  # type: ignore[no-any-return]
-
-
 def _refuse_rank(path: Path, placement: Placement) -> RankTrace:
     raise TraceError(f"a Chakra trace has no times of its own, so nothing can be learned from {path}: import it")
 
@@ -206,7 +201,7 @@ TRACE_READERS: Registry[TraceReader] = Registry(
     "trace format",
     {"kineto": read_kineto, "chakra": _refuse_rank},
     group="stepsight.trace_readers",
-    check=_check_reader,
+    check=lambda name, reader: check_takes("a reader of traces", reader, ("path", "placement")),
     error=TraceError,
 )
 

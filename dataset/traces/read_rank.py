@@ -199,8 +199,8 @@ def _with_unrecorded(graph: Program) -> Program:
     inner[graph.edge_columns["target"][graph.edge_columns["why"] == WHY_NUMBER[Dependency.STREAM_ORDER]]] = True
     inner &= graph.columns["kind"] != HOST
     gaps = late > _SAMPLED_GAP_US * MICROSECOND
-    launched = (graph.edge_columns["why"] == WHY_NUMBER[Dependency.LAUNCH]).any()
-    if (count := int((gaps & inner).sum())) and not (launched and count < _SAMPLED_SHARE * inner.sum()):
+    least = _SAMPLED_SHARE * inner.sum() * (graph.edge_columns["why"] == WHY_NUMBER[Dependency.LAUNCH]).any()
+    if (count := int((gaps & inner).sum())) and count >= least:
         some = f"{count} of {int(inner.sum())} kernels start later than anything recorded explains"
         told = f"kernels are missing: {some}; the trace was trimmed, and the gaps count as work that was not recorded"
         return graph.replace(unrecorded_s=np.where(gaps & inner, late, 0.0), warnings=(*graph.warnings, told))

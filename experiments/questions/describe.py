@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError, StepsightError, shorten
-from stepsight.dataset.base.files import check_output_file, is_facts_file, read_facts, set_aside
+from stepsight.dataset.base.files import SUFFIXES, check_output_file, read_facts, set_aside
 from stepsight.dataset.base.registry import Registry, did_you_mean
 from stepsight.dataset.capture.captured import MANIFEST, captures_in, is_program, read_captured
 from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, Fabric, Hardware, facts_in, find_fabric, usual_fabric
@@ -171,7 +171,7 @@ _PRESETS: dict[str, Registry[Any]] = {"hardware": HARDWARE, "fabric": FABRICS, "
 def _facts_file(path: Path) -> dict[str, Any] | None:
     """Describe a file of hardware and fabrics, or of a framework's profile; None if it is another kind of file."""
     try:
-        tables = read_facts(str(path)) if is_facts_file(str(path)) else {}
+        tables = read_facts(str(path)) if str(path).endswith(SUFFIXES) else {}
     except JobError:  # not a table of tables: reading it as a job reports what is wrong
         return None
     if not tables or set(tables) & {*SECTIONS, "framework"}:

@@ -110,8 +110,7 @@ LATENCY = "latency:"  # how a name begins that stands in place of a predictor's
 
 
 def _maker(name: str, thing: Any) -> LatencyMaker:
-    check_takes(f"latency {name}", thing, ("hardware", "fabric"), PredictorError)
-    return thing  # type: ignore[no-any-return]
+    return check_takes(f"latency {name}", thing, ("hardware", "fabric"), PredictorError)  # type: ignore[no-any-return]
 
 
 LATENCIES: Registry[LatencyMaker] = Registry(
