@@ -104,8 +104,7 @@ def read_hugectr(file: ConfigFile, draft: Draft) -> None:
     layers = [flat(layer) for layer in stated if isinstance(layer, Mapping)] if isinstance(stated, list) else []
     kinds = [str(layer.get("type", "")) for layer in layers]
     of_kind = {kind: layer for kind, layer in reversed([*zip(kinds, layers, strict=True)])}
-    sparse: list[dict[str, Any]] = []
-    data, cross = of_kind.get("Data", {}), of_kind.get("MultiCross", {})
+    sparse, data, cross = list[dict[str, Any]](), of_kind.get("Data", {}), of_kind.get("MultiCross", {})
     for layer in (layer for layer, kind in zip(layers, kinds, strict=True) if "SparseEmbedding" in kind):
         width, rows = (layer.get(f"sparse_embedding_hparam.{name}") for name in _WIDTH_AND_ROWS)
         if type(width) is not int or not isinstance(rows, list) or not all(type(size) is int for size in rows):
