@@ -210,15 +210,19 @@ def tables_named(row: Row) -> str:
 
 def _table_job(row: Row, framework: Framework) -> Job:
     """The job of a recommendation model: a replica of the dense part on each device."""
-    tables, cluster = tables_named(row), cluster_of(row)
-    if not row.text("inter_interconnect"):
-        cluster["fabric"] = TOLD["staged"].get(cluster["hardware"], cluster["fabric"])
+    tables = tables_named(row)
     if tables.endswith((".csv", ".toml", ".json")):
         model: dict[str, Any] = {"family": "dlrm", "tables": tables}
     elif tables in TABLE_MODELS:
         model = {"name": tables, "family": "dlrm"}
-    else:
+    elif row.text("family"):
         raise RowError(f"tables must be one of {', '.join(TABLE_MODELS)} or a file, got {tables[:60]!r}")
+    else:
+        known = ", ".join([*TOLD["tables"], *TABLE_MODELS])
+        raise RowError(f"no model is known for the benchmark {tables[:60]!r} (known: {known}, or a file of tables)")
+    cluster = cluster_of(row)
+    if not row.text("inter_interconnect"):
+        cluster["fabric"] = TOLD["staged"].get(cluster["hardware"], cluster["fabric"])
     whole = row.known("global_batch")
     batch, precision = row.whole("micro_batch") or -(-whole // row.gpus), precision_of(row.text("precision") or "fp16")
     steps = max(1, round(whole / (batch * row.gpus)))
