@@ -235,7 +235,7 @@ def roofline_seconds(op: Op, hardware: Hardware) -> float:
         peak = min(peak, hardware.peak_flops.get("fp32", peak))
     compute = op.flops / (peak * hardware.compute_efficiency)
     memory = op.num_bytes / (hardware.memory_bandwidth_bytes_per_s * hardware.memory_efficiency)
-    return max(compute, memory) + hardware.op_latency_s
+    return max(compute, memory) + hardware.latency_s(op)
 
 
 def exponential_seconds(op: Op, hardware: Hardware) -> float:

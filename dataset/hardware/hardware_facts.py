@@ -135,17 +135,22 @@ class Hardware:
             return 1.0
         return float(min(((drawn - self.idle_w) / (self.power_w - self.idle_w)) ** (1 / 3), MOST_SLOWDOWN))
 
+    def latency_s(self, op: Op) -> float:
+        """Seconds of an op of no size: of each of its kernels where a host launches them."""
+        return self.op_latency_s * (op.record.launches if self.has_host else 1)
+
     def launch_s(self, work: Op | Collective, calls: LaunchCalls = ONE_LAUNCH) -> float:
         """The host's time to launch an op or collective; ``calls`` count for kinds of which no time was measured."""
         seconds = self.host_kinds_s.get(work.kind)
         if seconds is not None:
             return seconds * launch_units(work)
+        launched = calls.op * (work.record.launches if isinstance(work, Op) else 1)
         if not calls.dispatch or not isinstance(work, Op):
-            return self.host_op_s * calls.op
+            return self.host_op_s * launched
         if work.kind in _DISPATCHED:
             return self.host_op_s * calls.dispatch
         names = work.record.dim_names
-        return self.host_op_s * float(work.dims[names.index("groups")] if "groups" in names else calls.op)
+        return self.host_op_s * float(work.dims[names.index("groups")] if "groups" in names else launched)
 
     def flops_per_s(self, dtype: str) -> float:
         """Peak for a dtype."""

@@ -134,6 +134,7 @@ class OpKind:
     # Calls of frameworks that are this op, and how dims follow from a call's arguments (None: the call does no work).
     calls: Mapping[str, Callable[[Args], Dims | None]] = field(default_factory=dict)
     in_parts: bool = False  # whether consecutive calls of equal dims are parts of one op
+    launches: int = 1  # kernels of a call on a GPU, each of which takes its launch
 
     def __post_init__(self) -> None:
         calls = isinstance(self.calls, Mapping) and all(map(callable, self.calls.values()))
@@ -143,6 +144,7 @@ class OpKind:
             ("family", _are_names((self.family,)), "a name"),
             ("base", self.base == "" or _are_names((self.base,)), "a name"),
             ("calls", calls, "a table of functions by names of calls"),
+            ("launches", type(self.launches) is int and self.launches > 0, "a whole number >= 1"),
         ]
         check_record(self, "op kind", {"bound": Bound}, rules)
         for field_name, names in (("flags", self.flags), ("aligned", self.aligned), ("padded", (self.padded,))):

@@ -86,7 +86,7 @@ class PlacementCosts:
             look = rules.shard_lookup(*key, self.ranks, self._spec)
             ops = [op for way in both_ways(look) for op in way]
             seconds = float(self._latency.op_seconds(ops).sum())
-            latency_s = len(ops) * self._latency.hardware.op_latency_s  # tables of one rank share a call
+            latency_s = sum(map(self._latency.hardware.latency_s, ops))  # tables of one rank share a call
             self._known[key] = rules.shard_amounts(*key, self.ranks, self._spec).copy()
             self._known[key][MOVED] = max(seconds - latency_s, 0.1 * seconds) / self.ranks.memory_s
         return self._known[key]

@@ -6,8 +6,8 @@ import pytest
 
 from stepsight.dataset.base.errors import TableError
 from stepsight.experiments.evaluation.evaluate import evaluate
-from stepsight.experiments.evaluation.row_jobs import jobs_of
-from stepsight.experiments.evaluation.runs_table import read_runs_table
+from stepsight.experiments.evaluation.row_jobs import jobs_of, preset_of_device
+from stepsight.experiments.evaluation.runs_table import Row, read_runs_table
 
 HEADER = "org,accelerator,gpus_per_node,nodes,gpus,framework,benchmark,gbs,step_s_median\n"
 ROW = "me,NVIDIA H100-SXM5-80GB,8,{nodes},{gpus},{framework},dlrm_dcnv2,{batch},{seconds}\n"
@@ -37,12 +37,43 @@ def test_tables_of_a_row_may_be_a_file(tmp_path: Path) -> None:
 
 def test_unknown_tables_are_told(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
-    path.write_text(
-        HEADER.replace("benchmark", "tables") + ROW.format(nodes=1, gpus=8, framework="x", batch=64, seconds=1)
-    )
-    path.write_text(path.read_text().replace("dlrm_dcnv2", "others"))
+    row = ROW.format(nodes=1, gpus=8, framework="x", batch=64, seconds=1).replace("dlrm_dcnv2", "others,dlrm")
+    path.write_text(HEADER.replace("benchmark", "tables,family") + row)
     with pytest.raises(TableError, match="tables must be one of criteo-multihot-dcnv2 or a file"):
         evaluate(path)
+
+
+def test_a_benchmark_whose_model_is_not_known_is_named(tmp_path: Path) -> None:
+    """Also on devices that are not known."""
+    path = tmp_path / "runs.csv"
+    row = ROW.format(nodes=1, gpus=8, framework="x", batch=64, seconds=1).replace("dlrm_dcnv2", "stable_diffusion")
+    path.write_text(HEADER + row + row.replace("NVIDIA H100-SXM5-80GB", "TPU-trillium"))
+    with pytest.raises(
+        TableError, match=r"2 x no model is known for the benchmark 'stable_diffusion' .known: dlrm_dcnv2"
+    ):
+        evaluate(path)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "preset"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm-80gb"),
+        ("NVIDIA A100-PCIe-80GB", "a100-pcie-80gb"),
+        ("NVIDIA H100-SXM-80GB", "h100-sxm-80gb"),
+        ("NVIDIA H100-PCIe-80GB", "h100-pcie-80gb"),
+        ("NVIDIA H100-NVL-94GB", "h100-nvl-94gb"),
+        ("NVIDIA H100 NVL", "h100-nvl-94gb"),
+        ("NVIDIA H200-NVL-141GB", "h200-nvl-141gb"),
+        ("NVIDIA H200-SXM5-141GB", "h200-sxm-141gb"),
+        ("NVIDIA L40S", "l40s-pcie-48gb"),
+        ("NVIDIA Blackwell GPU (B200-SXM-180GB)", "b200-sxm-180gb"),
+        ("NVIDIA Blackwell GPU (GB200)", "gb200-sxm-186gb"),
+        ("NVIDIA Blackwell Ultra GPU (B300-SXM-270GB)", "b300-sxm-270gb"),
+        ("NVIDIA Blackwell Ultra GPU (GB300)", "gb300-sxm-279gb"),
+    ],
+)
+def test_devices_in_the_words_of_mlperf(accelerator: str, preset: str) -> None:
+    assert preset_of_device(Row({"hardware": accelerator})) == preset
 
 
 def test_a_larger_batch_takes_longer(tmp_path: Path) -> None:
