@@ -117,7 +117,7 @@ class Trained:
         """Indices of this rank's samples, table by table as ranks have them, its numbers and its labels."""
         shares = [*self.shares, [(table, 1) for table in self.copies]]
         ids = [
-            torch.cat([_drawn(table, self.samples) for table, _ in share] or [torch.empty(0, dtype=torch.long)])
+            torch.cat([drawn(table, self.samples) for table, _ in share] or [torch.empty(0, dtype=torch.long)])
             for share in shares
         ]
         return ids, torch.randn(self.samples, self.job.model.dense_features), torch.rand(self.samples, 1).round()
@@ -161,7 +161,7 @@ class _Whole(nn.Module):
         return own.top(x)
 
 
-def _drawn(table: Any, samples: int) -> Tensor:
+def drawn(table: Any, samples: int) -> Tensor:
     count, rows = int(samples * table.pooling), torch.arange(1, table.rows + 1, dtype=torch.double)
     return torch.randperm(table.rows)[torch.multinomial(rows**-table.zipf, count, replacement=True)]
 

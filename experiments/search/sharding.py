@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import logging
 import math
+import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -265,9 +266,11 @@ def torchrec_plan(plan: Mapping[str, Mapping[str, Mapping[str, Any]]], device: s
     from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
+    numbered = "" if device == "cpu" else r"\1"  # torchrec refuses cpu:0
+
     def sharding(entry: Mapping[str, Any]) -> ParameterSharding:
         shards = [
-            ShardMetadata(**{**shard, "placement": shard["placement"].replace("/cuda", f"/{device}")})
+            ShardMetadata(**{**shard, "placement": re.sub(r"/cuda(:\d+)", f"/{device}{numbered}", shard["placement"])})
             for shard in entry.get("sharding_spec", {}).get("shards", ())
         ]
         spec = EnumerableShardingSpec(shards) if shards else None

@@ -311,7 +311,7 @@ def test_a_dispatchers_host_takes_its_calls_and_a_launch_for_each_expert() -> No
 
 
 def test_a_backward_of_lookups_takes_the_time_of_all_its_kernels() -> None:
-    """Of small batches hardly more: in a public trace of eight V100 its 14 to 20 kernels take 71 to 176 microseconds."""
+    """Of small batches hardly more: 14 to 20 kernels take 71 to 176 us in a public trace of eight V100."""
     gpu, cpu = find_hardware("v100-sxm-32gb"), find_hardware("local-cpu")
     assert gpu is not None and cpu is not None
     forward = Op("table_lookup", (768, 16, 384, 768, 3), "fp32")
