@@ -68,7 +68,7 @@ class JobTables:
             far_s=1.0 / links.inter_node.bandwidth_bytes_per_s,
             sum_bytes=2 if self.batch.dtype in ("bf16", "fp16") else 4,
             memory_bytes=facts.memory_bytes if facts else 0.0,
-            duplex=facts is None or facts.kind != "cpu",
+            duplex=facts is None or facts.kind != "cpu" or self.cluster.nodes > 1,
         )
 
     @cached_property

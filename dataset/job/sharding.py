@@ -132,7 +132,8 @@ class Ranks(NamedTuple):
     far_s: float = 4e-11  # between nodes
     sum_bytes: int = 4  # of an element of the sums that are exchanged
     memory_bytes: float = 0.0  # of a device; 0: unknown
-    duplex: bool = True  # it sends while it receives, as links of GPUs do; a core of a CPU copies one after the other
+    # It sends while it receives, as links do; a core of a CPU copies for its neighbours one after the other.
+    duplex: bool = True
 
 
 @cached(4096)

@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 2 train_torchrec.py JOB.toml...
     torchrun --nproc-per-node 2 train_torchrec.py --sleep JOB.toml...
 
-torchrec 1.8 does what it does: ``DistributedModelParallel`` shards the tables as the job's `[sharding]` says, DDP has the
-dense part, and ``TrainPipelineSparseDist`` sends the indices of the next batch beside this one.  With ``--sleep`` each rank
-first measures its lookups and its dense part, forward and backward, while the others wait, and from then on sleeps as long
-instead: more ranks than cores can train so, in namespaces whose links are limited.
+``DistributedModelParallel`` of torchrec 1.8 shards the tables as the job's `[sharding]` says, DDP has the dense part,
+and ``TrainPipelineSparseDist`` sends the indices of the next batch beside this one.  With ``--sleep`` each rank
+measures its lookups and its dense part once, forward and backward, while the others wait, and sleeps as long from then
+on: so more ranks than cores can train, as in a cluster in a box.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import count, cycle
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,13 +112,13 @@ class _Slept(torch.autograd.Function):
 
 
 def sleep_instead(module: nn.Module, *, lookups: bool) -> None:
-    """Replace a module's computation by sleeps as long as the shortest of its first calls, which one rank at a time makes."""
+    """Replace a module's computation by sleeps as long as the shortest of its first calls, made by a rank at a time."""
     plain = module.forward if lookups else copy.deepcopy(module)  # whose gradients DDP does not see
     own = [torch.zeros(1, requires_grad=True)] if lookups else list(module.parameters())
 
     def measured(*args: Any, **named: Any) -> Any:
         seconds = list[tuple[float, float]]()
-        with open(__file__) as lock:
+        with Path(__file__).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             given = args if lookups else [one.detach().requires_grad_() for one in args]
             for _ in range(_MEASURED):
@@ -153,7 +154,9 @@ def trained(job: stepsight.Job, *, sleeps: bool) -> Callable[[], Any]:
     for module in {own for each in held for own in each.modules()} if sleeps else ():
         if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen):
             sleep_instead(module, lookups=True)
-    dense = {name: own for name, own in model.named_parameters() if "tables" not in name or "embedding_bags" not in name}
+    dense = {
+        name: own for name, own in model.named_parameters() if "tables" not in name or "embedding_bags" not in name
+    }
     optimizer = KeyedOptimizerWrapper(dense, lambda own: torch.optim.SGD(own, lr=1e-3))
     pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
     batches = cycle([_batch(job, names) for _ in range(4)])

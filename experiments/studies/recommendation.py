@@ -29,6 +29,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.model_spec import TableSpec
 from stepsight.dataset.job.sharding import COLUMN, REPLICATED, TABLE, Floats, equal_exchange, placements_of
 from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.runs.run_manifest import Box, read_box
 from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.sharding import (
@@ -47,13 +48,13 @@ from stepsight.experiments.tasks.scripts import run_script, slowest_of
 from stepsight.training.fitting.train_runs import train
 from stepsight.training.fitting.train_tables import TimedJob, fit_calibration
 from stepsight.training.kernels.kernel_models import fit_kernels
-from stepsight.training.measured.planning import make_plan
+from stepsight.training.measured.planning import SleepingLatency, box_plan, make_plan
 from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 
 _FORWARD, _BACKWARD = "table_lookup", "table_lookup_backward"
 _WARM = 2  # rounds that are not counted
-SCRIPT = Path("examples/scripts/train_dlrm.py")
+SCRIPT, PIPELINE = (Path(f"examples/scripts/train_{name}.py") for name in ("dlrm", "torchrec"))
 # Elements of sums that each rank sends to each: as large, or the second rank's several times larger.
 SPLITS = tuple((size // ratio, size) for size in (2**14, 2**17, 2**19) for ratio in (1, 2, 4, 8))
 _RUNNABLE = (TABLE, COLUMN, REPLICATED)  # kinds that the script has
@@ -115,9 +116,10 @@ def _error_text(told: dict[str, Any]) -> str:
     return f"{table_of(rows, columns, 4)}\nload of the machine: {before:.1f} before, {after:.1f} after"
 
 
-def two_rank_jobs(seed: int) -> list[Job]:
+def two_rank_jobs(seed: int, *, pipelined: bool = False) -> list[Job]:
     """A random model that two cores train: with whole tables, tables split by columns, and a third replicated."""
     job = drawn_job(seed, "recommendation")
+    job = replace(job, sharding=replace(job.sharding, pipelined=pipelined))
     tables = job.model.tables
     small = sorted(range(len(tables)), key=lambda at: tables[at].rows)[: len(tables) // 3]
     places = enumerate(placements_of(tables, job.sharding, job.table_ranks))
@@ -125,12 +127,15 @@ def two_rank_jobs(seed: int) -> list[Job]:
     return [job, replace(job, sharding=replace(job.sharding, rule="column-wise")), placed(job, mixed)]
 
 
-def _steps(arguments: Sequence[str], folder: Path, steps: int, rounds: int) -> Any:
-    """Seconds of the script's steps on two ranks, shape ``(rounds, steps)``."""
+def _steps(
+    arguments: Sequence[str], folder: Path, steps: int, rounds: int, script: Path = SCRIPT, box: Box | None = None
+) -> Any:
+    """Seconds of a script's steps on two ranks or in a box, shape ``(rounds, steps)``."""
     counts = {"warmup": 2 * steps, "rounds": rounds, "steps": steps, "profile_steps": 0}
     with new_folder(folder) as part:
         settings = {"arguments": list(arguments), "timeout_s": 600.0, **counts}
-        found = run_script(SCRIPT, settings, part, part / "script.log", Ranks.here(2), "")
+        ranks = Ranks.here(2) if box is None else Ranks.in_box(box.to_dict())
+        found = run_script(script, settings, part, part / "script.log", ranks, "")
     return np.array(slowest_of(found))
 
 
@@ -139,16 +144,14 @@ def run_steps(options: argparse.Namespace) -> tuple[Any, str]:
     one calibrated on the steps of those other models.
     """
     out, told = options.out, dict[str, Any](load=[os.getloadavg()[0]])
-    predictor = _taught(options)
-    own = [
-        (job, seconds)
-        for seed in range(_TAUGHT)
-        for job, seconds in _measured(seed, two_rank_jobs(seed), out, options.rounds)
+    predictor, script = _taught(options), PIPELINE if options.torchrec else SCRIPT
+    timed = [
+        (seed, *case)
+        for seed in range(_TAUGHT + options.models)
+        for case in _measured(seed, two_rank_jobs(seed, pipelined=options.torchrec), out, options.rounds, script)
     ]
-    judged = range(_TAUGHT, _TAUGHT + options.models)
-    cases = [
-        (job, seconds) for seed in judged for job, seconds in _measured(seed, two_rank_jobs(seed), out, options.rounds)
-    ]
+    own = [(job, seconds) for seed, job, seconds in timed if seed < _TAUGHT]
+    cases = [(job, seconds) for seed, job, seconds in timed if seed >= _TAUGHT]
     exchanged = _steps([str(part) for each in SPLITS for part in each], out / "exchanges", len(SPLITS), options.rounds)
     ranks = cases[0][0].table_ranks
     equal = (equal_exchange(2.0 * np.array(each), np.full(2, 1.0 * sum(each)), ranks) for each in SPLITS)
@@ -178,12 +181,45 @@ def _taught(options: argparse.Namespace) -> Predictor:
     return train([options.out / "events"], options.out / "predictor", progress=False)
 
 
-def _measured(seed: int, jobs: Sequence[Job], out: Path, rounds: int) -> list[tuple[Job, NDArray[np.float64]]]:
-    """Jobs of one model, and seconds of ``rounds`` steps of each on two ranks, in turn."""
+def _measured(
+    seed: int, jobs: Sequence[Job], out: Path, rounds: int, script: Path = SCRIPT, box: Box | None = None
+) -> list[tuple[Job, NDArray[np.float64]]]:
+    """Jobs of one model, and seconds of ``rounds`` steps of each on two ranks or in a box, in turn."""
     paths = [out / f"{seed}-{at}.toml" for at in range(len(jobs))]
     for path, job in zip(paths, jobs, strict=True):
         write_text(path, job_toml(job))
-    return list(zip(jobs, _steps([*map(str, paths)], out / f"steps-{seed}", len(jobs), rounds).T, strict=True))
+    arguments = [*(["--sleep"] if box else []), *map(str, paths)]
+    return list(zip(jobs, _steps(arguments, out / f"steps-{seed}", len(jobs), rounds, script, box).T, strict=True))
+
+
+def run_boxed(options: argparse.Namespace) -> tuple[Any, str]:
+    """Errors of steps of torchrec in boxes, of a predictor that saw collectives in boxes of at most four ranks."""
+    predictor, out, told = _taught(options), options.out, dict[str, Any](load=[os.getloadavg()[0]], cases=[])
+    boxes = {ranks: read_box(f"{ranks}x1@{options.mbits}mbit") for ranks in (2, 4, *options.ranks)}
+    for ranks in (2, 4):
+        sizes = [
+            Collective(kind, 4**power, ranks, 1) for kind in ("all_to_all", "all_reduce") for power in range(4, 13)
+        ]
+        asleep, ops = SleepingLatency(HARDWARE["box"], boxes[ranks].links), [Op("copy", (2**16,), "fp32")]
+        plan = box_plan(boxes[ranks], [], asleep, collectives=sizes, ops=ops, event_seconds=options.event_seconds)
+        run_plan(plan, out / f"links-{ranks}")
+    links = train([out / "links-2", out / "links-4"], out / "links", progress=False)
+    predictor = replace(predictor, collective=links.collective)
+    for ranks in options.ranks:
+        cluster = {"hardware": "local-cpu", "nodes": ranks, "devices_per_node": 1, "fabric": boxes[ranks].fabric}
+        batch = {"micro_batch": 512, "global_batch": 512 * ranks, "precision": "fp32"}
+        cases = list[tuple[Job, NDArray[np.float64]]]()
+        for seed in range(_TAUGHT, _TAUGHT + options.models):
+            table = {**drawn_job(seed, "sharding").to_dict(), "parallel": {}, "batch": batch, "cluster": cluster}
+            jobs = [Job.from_dict({**table, "sharding": {"rule": rule}}) for rule in ("table-wise", "column-wise")]
+            cases += _measured(seed, jobs, out / f"ranks-{ranks}", options.rounds, PIPELINE, boxes[ranks])
+        answers = [predict(job, predictor).iteration_time_s for job, _ in cases]
+        for words, middle in (("least", np.min), ("median", np.median)):
+            seconds = [float(middle(each)) for _, each in cases]
+            told[f"{ranks} ranks, {words}"] = _errors(answers, seconds)
+            told["cases"].append({"ranks": ranks, f"{words}_s": seconds, "predicted_s": answers})
+    told["load"].append(os.getloadavg()[0])
+    return told, _error_text(told)
 
 
 def drawn_job(seed: int, study: str = "placements") -> Job:
@@ -272,6 +308,17 @@ STEPS = Study(
         "--rounds": {"type": int, "default": 30, "help": "steps of each"},
         "--event-seconds": {"type": float, "default": 200.0, "help": "for ops and collectives"},
         "--out": {"type": Path, "required": True, "help": "new folder of what is measured"},
+        "--torchrec": {"action": "store_true", "help": "steps of torchrec's own pipeline"},
+    },
+)
+BOXED = Study(
+    "recommendation-box",
+    "predicted and measured steps of torchrec in boxes, whose ranks sleep for lookups and the dense part; needs root",
+    run_boxed,
+    {
+        **{flag: STEPS.options[flag] for flag in ("--models", "--rounds", "--event-seconds", "--out")},
+        "--ranks": {"type": int, "nargs": "+", "default": [4, 8], "help": "sizes of the boxes that judge"},
+        "--mbits": {"type": int, "default": 400, "help": "rate of each link in Mbit/s"},
     },
 )
 PLACEMENTS = Study(
