@@ -266,11 +266,11 @@ def torchrec_plan(plan: Mapping[str, Mapping[str, Mapping[str, Any]]], device: s
     from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
-    numbered = "" if device == "cpu" else r"\1"  # torchrec refuses cpu:0
+    here = r"/cuda:\d+" if device == "cpu" else "/cuda"  # torchrec refuses a CPU with a number
 
     def sharding(entry: Mapping[str, Any]) -> ParameterSharding:
         shards = [
-            ShardMetadata(**{**shard, "placement": re.sub(r"/cuda(:\d+)", f"/{device}{numbered}", shard["placement"])})
+            ShardMetadata(**{**shard, "placement": re.sub(here, f"/{device}", shard["placement"])})
             for shard in entry.get("sharding_spec", {}).get("shards", ())
         ]
         spec = EnumerableShardingSpec(shards) if shards else None

@@ -1,15 +1,18 @@
-"""Recommendation models: predicted and measured lookups, steps and exchanges on this machine, and placements against
-torchrec's planner.
+"""Recommendation models: predicted and measured lookups, steps and exchanges on this machine, placements against
+torchrec's planner, and the host's overheads in traces.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import random
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stepsight.dataset.base.bounded import read_unpacked
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.base.files import new_folder, write_text
 from stepsight.dataset.configs.documents import job_toml
@@ -116,110 +120,98 @@ def _error_text(told: dict[str, Any]) -> str:
     return f"{table_of(rows, columns, 4)}\nload of the machine: {before:.1f} before, {after:.1f} after"
 
 
-def two_rank_jobs(seed: int, *, pipelined: bool = False) -> list[Job]:
-    """A random model that two cores train: with whole tables, tables split by columns, and a third replicated."""
+def two_rank_jobs(seed: int, *, pipelined: bool = False, box: Box | None = None) -> list[Job]:
+    """A random model: with whole tables, tables split by columns, and a third replicated, which no box sleeps for."""
     job = drawn_job(seed, "recommendation")
-    job = replace(job, sharding=replace(job.sharding, pipelined=pipelined))
-    tables = job.model.tables
+    if box is not None:
+        whole = {**asdict(job.batch), "global_batch": job.batch.micro_batch * box.num_ranks}
+        cluster = {"nodes": box.nodes, "devices_per_node": box.ranks_per_node, "fabric": box.fabric}
+        job = Job.from_dict(
+            {**job.to_dict(), "parallel": {}, "batch": whole, "cluster": {"hardware": "local-cpu", **cluster}}
+        )
+    job = replace(job, sharding=replace(job.sharding, pipelined=pipelined or box is not None))
+    columns, tables = replace(job, sharding=replace(job.sharding, rule="column-wise")), job.model.tables
     small = sorted(range(len(tables)), key=lambda at: tables[at].rows)[: len(tables) // 3]
     places = enumerate(placements_of(tables, job.sharding, job.table_ranks))
     mixed = [replace(place, kind=REPLICATED, ranks=()) if at in small else place for at, place in places]
-    return [job, replace(job, sharding=replace(job.sharding, rule="column-wise")), placed(job, mixed)]
+    return [job, columns, placed(job, mixed)] if box is None else [job, columns]
 
 
-def _steps(
-    arguments: Sequence[str], folder: Path, steps: int, rounds: int, script: Path = SCRIPT, box: Box | None = None
-) -> Any:
+def _steps(arguments: Sequence[str], name: str, steps: int, options: argparse.Namespace, script: Path = SCRIPT) -> Any:
     """Seconds of a script's steps on two ranks or in a box, shape ``(rounds, steps)``."""
-    counts = {"warmup": 2 * steps, "rounds": rounds, "steps": steps, "profile_steps": 0}
-    with new_folder(folder) as part:
+    counts = {"warmup": 2 * steps, "rounds": options.rounds, "steps": steps, "profile_steps": 0}
+    with new_folder(options.out / name) as part:
         settings = {"arguments": list(arguments), "timeout_s": 600.0, **counts}
-        ranks = Ranks.here(2) if box is None else Ranks.in_box(box.to_dict())
-        found = run_script(script, settings, part, part / "script.log", ranks, "")
-    return np.array(slowest_of(found))
+        ranks = Ranks.here(2) if options.box is None else Ranks.in_box(options.box.to_dict())
+        return np.array(slowest_of(run_script(script, settings, part, part / "script.log", ranks, "")))
 
 
 def run_steps(options: argparse.Namespace) -> tuple[Any, str]:
     """Errors of steps and exchanges of a predictor that saw ops and collectives of other models alone, and of the same
-    one calibrated on the steps of those other models.
+    one calibrated on the steps of those other models; in a box of steps alone, and of the first.
     """
-    out, told = options.out, dict[str, Any](load=[os.getloadavg()[0]])
-    predictor, script = _taught(options), PIPELINE if options.torchrec else SCRIPT
+    box, told = options.box, dict[str, Any](load=[os.getloadavg()[0]])
+    predictor, script = _taught(options), PIPELINE if options.torchrec or box else SCRIPT
     timed = [
         (seed, *case)
-        for seed in range(_TAUGHT + options.models)
-        for case in _measured(seed, two_rank_jobs(seed, pipelined=options.torchrec), out, options.rounds, script)
+        for seed in range(_TAUGHT if box else 0, _TAUGHT + options.models)
+        for case in _measured(seed, two_rank_jobs(seed, pipelined=options.torchrec, box=box), options, script)
     ]
     own = [(job, seconds) for seed, job, seconds in timed if seed < _TAUGHT]
     cases = [(job, seconds) for seed, job, seconds in timed if seed >= _TAUGHT]
-    exchanged = _steps([str(part) for each in SPLITS for part in each], out / "exchanges", len(SPLITS), options.rounds)
-    ranks = cases[0][0].table_ranks
-    equal = (equal_exchange(2.0 * np.array(each), np.full(2, 1.0 * sum(each)), ranks) for each in SPLITS)
-    sizes = [Collective("all_to_all", int(4 * size), 2, 2) for size in equal]
-    predicted = predict(cases[0][0], predictor).latency.collective_seconds(sizes)
     told["cases"] = [{"case": job.name} for job, _ in cases]
     for words, middle in (("least", np.min), ("median", np.median)):
         seconds = [float(middle(each)) for _, each in cases]
-        calibrated = fit_calibration(predictor, [TimedJob(job, float(middle(each))) for job, each in own]).predictor
-        for name, each in (("alone", predictor), ("calibrated", calibrated)):
+        runs, teachers = [TimedJob(job, float(middle(each))) for job, each in own], {"alone": predictor}
+        teachers |= {"calibrated": fit_calibration(predictor, runs).predictor} if runs else {}
+        for name, each in teachers.items():
             answers = [predict(job, each).iteration_time_s for job, _ in cases]
             told[f"steps, {words}, {name}"] = _errors(answers, seconds)
             for case, answer, measured in zip(told["cases"], answers, seconds, strict=True):
                 case |= {f"{words}_s": measured, f"{words}_{name}_s": answer}
-        told[f"unequal exchanges, {words}"] = _errors(predicted, middle(exchanged, axis=0))
+    if box is None:
+        told |= _exchanges(cases[0][0], predictor, options)
     told["load"].append(os.getloadavg()[0])
     return told, _error_text(told)
+
+
+def _exchanges(job: Job, predictor: Predictor, options: argparse.Namespace) -> dict[str, Any]:
+    """Errors of unequal exchanges of two ranks."""
+    measured = _steps([str(part) for each in SPLITS for part in each], "exchanges", len(SPLITS), options)
+    equal = (equal_exchange(2.0 * np.array(each), np.full(2, 1.0 * sum(each)), job.table_ranks) for each in SPLITS)
+    sizes = [Collective("all_to_all", int(4 * size), 2, 2) for size in equal]
+    predicted = predict(job, predictor).latency.collective_seconds(sizes)
+    of_words = {"least": measured.min(axis=0), "median": np.median(measured, axis=0)}
+    return {f"unequal exchanges, {words}": _errors(predicted, seconds) for words, seconds in of_words.items()}
 
 
 def _taught(options: argparse.Namespace) -> Predictor:
-    """A predictor that saw ops and collectives of other models, measured alone."""
+    """A predictor that saw ops and collectives of other models alone; for a box, collectives in boxes of 2 and 4."""
     if not SCRIPT.is_file():
         raise CollectError(f"the study runs {SCRIPT}: begin it in the root of a checkout, got {Path.cwd()}")
     os.environ |= _ALONE
-    jobs = [job for seed in range(_TAUGHT) for job in two_rank_jobs(seed)]
-    run_plan(make_plan([], profile_jobs=jobs, event_seconds=options.event_seconds), options.out / "events")
-    return train([options.out / "events"], options.out / "predictor", progress=False)
+    jobs, out = [job for seed in range(_TAUGHT) for job in two_rank_jobs(seed)], options.out
+    run_plan(make_plan([], profile_jobs=jobs, event_seconds=options.event_seconds), out / "events")
+    predictor = train([out / "events"], out / "predictor", progress=False)
+    for ranks in (2, 4) if options.box else ():
+        box, kinds = read_box(f"{ranks}x1@{max(options.box.mbits_per_s):g}mbit"), ("all_to_all", "all_reduce")
+        sizes = [Collective(kind, 4**power, ranks, 1) for kind in kinds for power in range(4, 13)]
+        asleep, ops = SleepingLatency(HARDWARE["box"], box.links), [Op("copy", (2**16,), "fp32")]
+        plan = box_plan(box, [], asleep, collectives=sizes, ops=ops, event_seconds=options.event_seconds)
+        run_plan(plan, out / f"links-{ranks}")
+    if not options.box:
+        return predictor
+    links = train([out / "links-2", out / "links-4"], out / "links", progress=False)
+    return replace(predictor, collective=links.collective)
 
 
-def _measured(
-    seed: int, jobs: Sequence[Job], out: Path, rounds: int, script: Path = SCRIPT, box: Box | None = None
-) -> list[tuple[Job, NDArray[np.float64]]]:
-    """Jobs of one model, and seconds of ``rounds`` steps of each on two ranks or in a box, in turn."""
-    paths = [out / f"{seed}-{at}.toml" for at in range(len(jobs))]
+def _measured(seed: int, jobs: Sequence[Job], options: argparse.Namespace, script: Path = SCRIPT) -> list[Any]:
+    """Jobs of one model, and seconds of their steps on two ranks or in a box, in turn."""
+    paths = [options.out / f"{seed}-{at}.toml" for at in range(len(jobs))]
     for path, job in zip(paths, jobs, strict=True):
         write_text(path, job_toml(job))
-    arguments = [*(["--sleep"] if box else []), *map(str, paths)]
-    return list(zip(jobs, _steps(arguments, out / f"steps-{seed}", len(jobs), rounds, script, box).T, strict=True))
-
-
-def run_boxed(options: argparse.Namespace) -> tuple[Any, str]:
-    """Errors of steps of torchrec in boxes, of a predictor that saw collectives in boxes of at most four ranks."""
-    predictor, out, told = _taught(options), options.out, dict[str, Any](load=[os.getloadavg()[0]], cases=[])
-    boxes = {ranks: read_box(f"{ranks}x1@{options.mbits}mbit") for ranks in (2, 4, *options.ranks)}
-    for ranks in (2, 4):
-        sizes = [
-            Collective(kind, 4**power, ranks, 1) for kind in ("all_to_all", "all_reduce") for power in range(4, 13)
-        ]
-        asleep, ops = SleepingLatency(HARDWARE["box"], boxes[ranks].links), [Op("copy", (2**16,), "fp32")]
-        plan = box_plan(boxes[ranks], [], asleep, collectives=sizes, ops=ops, event_seconds=options.event_seconds)
-        run_plan(plan, out / f"links-{ranks}")
-    links = train([out / "links-2", out / "links-4"], out / "links", progress=False)
-    predictor = replace(predictor, collective=links.collective)
-    for ranks in options.ranks:
-        cluster = {"hardware": "local-cpu", "nodes": ranks, "devices_per_node": 1, "fabric": boxes[ranks].fabric}
-        batch = {"micro_batch": 512, "global_batch": 512 * ranks, "precision": "fp32"}
-        cases = list[tuple[Job, NDArray[np.float64]]]()
-        for seed in range(_TAUGHT, _TAUGHT + options.models):
-            table = {**drawn_job(seed, "sharding").to_dict(), "parallel": {}, "batch": batch, "cluster": cluster}
-            jobs = [Job.from_dict({**table, "sharding": {"rule": rule}}) for rule in ("table-wise", "column-wise")]
-            cases += _measured(seed, jobs, out / f"ranks-{ranks}", options.rounds, PIPELINE, boxes[ranks])
-        answers = [predict(job, predictor).iteration_time_s for job, _ in cases]
-        for words, middle in (("least", np.min), ("median", np.median)):
-            seconds = [float(middle(each)) for _, each in cases]
-            told[f"{ranks} ranks, {words}"] = _errors(answers, seconds)
-            told["cases"].append({"ranks": ranks, f"{words}_s": seconds, "predicted_s": answers})
-    told["load"].append(os.getloadavg()[0])
-    return told, _error_text(told)
+    arguments = [*(["--sleep"] if options.box else []), *map(str, paths)]
+    return list(zip(jobs, _steps(arguments, f"steps-{seed}", len(jobs), options, script).T, strict=True))
 
 
 def drawn_job(seed: int, study: str = "placements") -> Job:
@@ -263,6 +255,7 @@ def _placed_jobs(job: Job, predictor: Predictor, trials: int) -> dict[str, Job]:
 def run_placements(options: argparse.Namespace) -> tuple[Any, str]:
     """Iterations of the placements of each method, as multiples of the best: predicted, or measured on two ranks."""
     found, steps = dict[str, list[float]](), list[dict[str, Any]]()
+    options = argparse.Namespace(**vars(options), box=None)
     predictor = _taught(options) if options.out else None
     for seed in range(options.seed, options.seed + options.tasks):
         times: dict[str, float | None] = {}
@@ -271,7 +264,7 @@ def run_placements(options: argparse.Namespace) -> tuple[Any, str]:
             times |= {"search": result.best.timed[0], **result.baselines}
         else:
             jobs = _placed_jobs(drawn_job(seed, "sharding"), predictor, options.trials)
-            measured = _measured(seed, [*jobs.values()], options.out, options.rounds)
+            measured = _measured(seed, [*jobs.values()], options)
             for name, (job, rounds) in zip(jobs, measured, strict=True):
                 times[name] = float(rounds.min())
                 case = {"task": seed, "placement": name, "measured_s": times[name]}
@@ -287,6 +280,62 @@ def run_placements(options: argparse.Namespace) -> tuple[Any, str]:
     columns = {"placement": "name", "legal": "tasks", "regret": "regret", "within 5 %": "within_5_percent"}
     text = table_of([{"name": name, **figures} for name, figures in told.items()], columns, 4)
     return {**told, "steps": steps} if steps else told, text
+
+
+# Seconds by overhead and operator.  T1 lies between operators, T2 before an operator's first launch, T3 behind its last
+# one, T4 is a launch, T5 lies between launches (Lin et al., HiPC 2022); "launch" between launching operators.
+Found = dict[tuple[str, str], list[float]]
+_PARTS, _OURS, _STALL_S = ("T1", "T2", "T3", "T4", "T5"), "launch", 1e-3  # a longer overhead is a wait
+
+
+def overheads_of(events: Iterable[dict[str, Any]]) -> Found:
+    """Overheads of the outermost operators of a Kineto trace."""
+    found, threads = defaultdict[tuple[str, str], list[float]](list), defaultdict[Any, list[Any]](list)
+    for event in events:
+        launch = "LaunchKernel" in event.get("name", "")
+        if launch or event.get("cat") in ("cpu_op", "Operator"):
+            begin = 1e-6 * float(event["ts"])
+            threads[event.get("tid")].append((begin, begin + 1e-6 * event.get("dur", 0.0), launch, event["name"]))
+    for calls in threads.values():
+        operators, before, since = list[tuple[Any, list[Any]]](), None, 0.0
+        for call in sorted(calls, key=lambda one: (one[0], -one[1])):
+            if operators and call[0] < operators[-1][0][1]:
+                operators[-1][1].extend([call] if call[2] else [])
+            elif not call[2]:
+                operators.append((call, []))
+        for (begin, end, _, name), own in operators:
+            parts = [("T1", "", begin - before)] if before is not None else []
+            parts += [("T2", name, (own[0][0] if own else end) - begin), *[("T4", "", one[1] - one[0]) for one in own]]
+            parts += [("T5", name, late[0] - early[1]) for early, late in pairwise(own)]
+            parts += [("T3", name, end - own[-1][1])] if own else []
+            parts, before = [part for part in parts if 0.0 <= part[2] <= _STALL_S], end
+            since += sum(seconds for *_, seconds in parts)
+            if own:
+                parts, since = [*parts, *[(_OURS, name, since / len(own))] * len(own)], 0.0
+            for part, of, seconds in parts:
+                found[part, of].append(seconds)
+    return found
+
+
+def run_overheads(options: argparse.Namespace) -> tuple[Any, str]:
+    """Errors of each workload's host time, each overhead the mean of the other workloads: of the operator, if known."""
+    traces = {path.name.split(".")[0]: json.loads(read_unpacked(path)) for path in options.traces}
+    rows, found = list[dict[str, Any]](), {name: overheads_of(trace["traceEvents"]) for name, trace in traces.items()}
+    for workload, own in found.items():
+        known, told, row = defaultdict[Any, list[float]](list), defaultdict[str, float](float), {"workload": workload}
+        for (part, name), seconds in (item for key in found if key != workload for item in found[key].items()):
+            known[part, name] += seconds
+            known[part] += seconds
+        for (part, name), seconds in own.items():
+            told[part] += len(seconds) * float(np.mean(known[part, name] or known[part] or [0.0]))
+        mine = {part: [s for (kind, _), each in own.items() if kind == part for s in each] for part in _PARTS}
+        row |= {part: float(np.mean(seconds or [0.0])) for part, seconds in mine.items()}
+        row["host_s"] = host = sum(map(sum, mine.values()))
+        rows.append({**row, "five": sum(told[part] for part in _PARTS) / host - 1.0, "one": told[_OURS] / host - 1.0})
+    times = {f"{part} us": lambda row, part=part: 1e6 * row[part] for part in _PARTS}
+    return rows, table_of(
+        rows, {"": "workload", "host ms": "host_s", **times, "error, T1-T5": "five", "error, launch": "one"}, 3
+    )
 
 
 LOOKUPS = Study(
@@ -309,16 +358,7 @@ STEPS = Study(
         "--event-seconds": {"type": float, "default": 200.0, "help": "for ops and collectives"},
         "--out": {"type": Path, "required": True, "help": "new folder of what is measured"},
         "--torchrec": {"action": "store_true", "help": "steps of torchrec's own pipeline"},
-    },
-)
-BOXED = Study(
-    "recommendation-box",
-    "predicted and measured steps of torchrec in boxes, whose ranks sleep for lookups and the dense part; needs root",
-    run_boxed,
-    {
-        **{flag: STEPS.options[flag] for flag in ("--models", "--rounds", "--event-seconds", "--out")},
-        "--ranks": {"type": int, "nargs": "+", "default": [4, 8], "help": "sizes of the boxes that judge"},
-        "--mbits": {"type": int, "default": 400, "help": "rate of each link in Mbit/s"},
+        "--box": {"type": read_box, "help": "the same asleep in a box, as 4x1@400mbit; needs root and iproute2"},
     },
 )
 PLACEMENTS = Study(
@@ -327,10 +367,15 @@ PLACEMENTS = Study(
     run_placements,
     {
         "--tasks": {"type": int, "default": 20},
+        "--seed": LOOKUPS.options["--seed"],
         "--trials": {"type": int, "default": 20000, "help": "placements that the search judges"},
-        "--seed": {"type": int, "default": 0},
         "--out": {"type": Path, "help": "new folder of steps that two ranks are measured at; without it none are"},
-        "--rounds": {"type": int, "default": 30, "help": "measured steps of each placement"},
-        "--event-seconds": {"type": float, "default": 200.0, "help": "for ops and collectives that teach"},
+        **{flag: STEPS.options[flag] for flag in ("--rounds", "--event-seconds")},
     },
+)
+OVERHEADS = Study(
+    "host-overheads",
+    "the host's time of traced steps from overheads of other workloads: T1 to T5 of each operator, and one of a launch",
+    run_overheads,
+    {"traces": {"type": Path, "nargs": "+", "help": "Kineto traces of different workloads on GPUs"}},
 )

@@ -7,7 +7,6 @@ from stepsight.experiments.studies import (
     context,
     distir,
     emulation,
-    host_overheads,
     one_gpu,
     public_tables,
     recommendation,
@@ -16,10 +15,5 @@ from stepsight.experiments.studies import (
 )
 from stepsight.experiments.studies.study import Study
 
-_MODULES = (bench, context, distir, emulation, host_overheads, one_gpu, public_tables, recommendation, small_to_large)
-STUDIES = {
-    study.name: study
-    for module in (*_MODULES, torch_agreement)
-    for study in vars(module).values()
-    if isinstance(study, Study)
-}
+_MODULES = (bench, context, distir, emulation, one_gpu, public_tables, recommendation, small_to_large, torch_agreement)
+STUDIES = {study.name: study for module in _MODULES for study in vars(module).values() if isinstance(study, Study)}

@@ -120,8 +120,7 @@ def lookup_op(look: Lookup, *, backward: bool = False) -> Op:
 
 
 def lookup_ops(tables: RankTables) -> list[Op]:
-    own = [op for look in tables.lookups for ops in both_ways(look) for op in ops]
-    return own + [op for look in _of_replicas(tables) for ops in both_ways(look) for op in ops]
+    return [op for look in (*tables.lookups, *_of_replicas(tables)) for ops in both_ways(look) for op in ops]
 
 
 def both_ways(look: Lookup) -> tuple[list[Op], list[Op]]:

@@ -124,6 +124,7 @@ def test_torchrec_loads_a_plan() -> None:
             assert tables[name].sharding_type == rule.replace("-", "_")
             covered = sum(np.prod(shard.shard_sizes) for shard in spec.shards) if spec else table.rows * table.dim
             assert covered == table.rows * table.dim
+            assert all(str(shard.placement).endswith("/cpu") for shard in (spec.shards if spec else ()))
 
 
 def test_a_placement_that_is_stated_is_kept(costs: PlacementCosts) -> None:
