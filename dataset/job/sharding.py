@@ -132,8 +132,7 @@ class Ranks(NamedTuple):
     far_s: float = 4e-11  # between nodes
     sum_bytes: int = 4  # of an element of the sums that are exchanged
     memory_bytes: float = 0.0  # of a device; 0: unknown
-    # It sends while it receives, as links do; a core of a CPU copies for its neighbours one after the other.
-    duplex: bool = True
+    duplex: bool = True  # it sends while it receives, as links do; a core of a CPU copies one after the other
 
 
 @cached(4096)
@@ -278,6 +277,20 @@ def held_bytes(loads: Floats) -> Floats:
     """Bytes of tables on the fullest rank's device, without the last two axes of ``loads``."""
     held: Floats = (loads[..., PARAMETERS] + loads[..., STATES]).max(axis=-1)
     return held
+
+
+def fullest_rank(tables: tuple[TableSpec, ...], spec: ShardingSpec, ranks: Ranks) -> str:
+    """The rank whose device holds most of the tables, with their states, and the largest of its shards, in words."""
+    places, held = placements_of(tables, spec, ranks), [PARAMETERS, STATES]
+    each = loads_of(tables, places, ranks, spec)[:, held].sum(axis=1)
+    rank = int(each.argmax())
+    own = [
+        (table, place) for table, place in zip(tables, places, strict=True) if not place.ranks or rank in place.ranks
+    ]
+    shards = [(shard_amounts(t, p.kind, p.shards, p.location, ranks, spec)[held].sum(), p) for t, p in own]
+    sizes = sorted([(size * max(p.ranks.count(rank), 1) / 1e9, p.name) for size, p in shards], reverse=True)
+    largest = ", ".join(f"{name} {size:.1f}" for size, name in sizes[:3])
+    return f"rank {rank} has {each[rank] / 1e9:.1f} GB of tables, most in {largest}"
 
 
 def equal_exchange(sent: Floats, received: Floats, ranks: Ranks) -> float:

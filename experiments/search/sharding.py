@@ -266,9 +266,8 @@ def torchrec_plan(plan: Mapping[str, Mapping[str, Mapping[str, Any]]], device: s
     from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
-    here = r"/cuda:\d+" if device == "cpu" else "/cuda"  # torchrec refuses a CPU with a number
-
     def sharding(entry: Mapping[str, Any]) -> ParameterSharding:
+        here = r"/cuda:\d+" if device == "cpu" else "/cuda"  # torchrec refuses a CPU with a number
         shards = [
             ShardMetadata(**{**shard, "placement": re.sub(here, f"/{device}", shard["placement"])})
             for shard in entry.get("sharding_spec", {}).get("shards", ())

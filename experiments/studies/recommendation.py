@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from stepsight.dataset.base.bounded import read_unpacked
 from stepsight.dataset.base.errors import CollectError
@@ -61,7 +60,7 @@ _WARM = 2  # rounds that are not counted
 SCRIPT, PIPELINE = (Path(f"examples/scripts/train_{name}.py") for name in ("dlrm", "torchrec"))
 # Elements of sums that each rank sends to each: as large, or the second rank's several times larger.
 SPLITS = tuple((size // ratio, size) for size in (2**14, 2**17, 2**19) for ratio in (1, 2, 4, 8))
-_RUNNABLE = (TABLE, COLUMN, REPLICATED)  # kinds that the script has
+_RUNNABLE, _MIDDLES = (TABLE, COLUMN, REPLICATED), (("least", np.min), ("median", np.median))  # kinds that scripts have
 _TAUGHT = 12  # models whose ops and collectives teach
 # One thread computes, and memory that was freed is kept: both as where ops are measured alone.
 _ALONE = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
@@ -73,8 +72,7 @@ def drawn_ops(count: int, seed: int) -> list[Op]:
     for _ in range(count):
         sizes = (1, 2, 4, 8, 16), (16, 32, 64, 128), (256, 512, 1024, 2048)
         tables, hidden, samples = map(draw.choice, sizes)
-        pooling = math.exp(draw.uniform(0.0, math.log(40.0)))
-        bags = samples * tables
+        pooling, bags = math.exp(draw.uniform(0.0, math.log(40.0))), samples * tables
         indices = max(bags, int(bags * pooling))
         distinct = max(tables, int(indices * math.exp(draw.uniform(math.log(0.02), 0.0))))
         dims = indices, hidden, bags, distinct, tables
@@ -82,20 +80,14 @@ def drawn_ops(count: int, seed: int) -> list[Op]:
     return ops
 
 
-def measure(ops: Sequence[Op], rounds: int) -> NDArray[np.float64]:
-    """Shortest seconds of each op on one core: other load comes and goes."""
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
-    pool, clock = Pool(device, "fp32"), Clock(device)
-    calls = (op_call(op.kind, list(op.dims), pool) for op in ops)
-    return np.array([min(clock.samples(call, _WARM + rounds, 0.0).device[_WARM:]) for call in calls])
-
-
 def run_lookups(options: argparse.Namespace) -> tuple[Any, str]:
     """Errors of lookups that taught nothing."""
     ops = drawn_ops(options.ops, options.seed)
-    before, seconds = os.getloadavg()[0], measure(ops, options.rounds)
-    hardware = HARDWARE["local-cpu"]
+    before, hardware, device = os.getloadavg()[0], HARDWARE["local-cpu"], torch.device("cpu")
+    torch.set_num_threads(1)
+    pool, clock = Pool(device, "fp32"), Clock(device)
+    calls = (op_call(op.kind, list(op.dims), pool) for op in ops)  # the shortest: other load comes and goes
+    seconds = np.array([min(clock.samples(call, _WARM + options.rounds, 0.0).device[_WARM:]) for call in calls])
     judged = np.arange(len(ops)) // 2 % 3 == 0  # forward and backward of a signature together
     model = fit_kernels([op for op, own in zip(ops, judged, strict=True) if not own], 1, seconds[~judged], hardware)
     told: dict[str, Any] = {"load": [before, os.getloadavg()[0]], "trained_on": int((~judged).sum())}
@@ -109,15 +101,14 @@ def _errors(predicted: Any, measured: Any) -> dict[str, float]:
     """Relative errors: how many, their geometric mean, mean and 90th percentile."""
     error = np.abs(np.asarray(predicted) / np.asarray(measured) - 1.0)
     geometric = float(np.exp(np.log(np.maximum(error, 1e-4)).mean()))
-    figures = {"geometric_mean": geometric, "mean": float(error.mean()), "p90": float(np.quantile(error, 0.9))}
-    return {"judged": len(error), **figures}
+    mean, p90 = float(error.mean()), float(np.quantile(error, 0.9))
+    return {"judged": len(error), "geometric_mean": geometric, "mean": mean, "p90": p90}
 
 
 def _error_text(told: dict[str, Any]) -> str:
     rows = [{"what": key, **value} for key, value in told.items() if isinstance(value, dict)]
     columns = {"": "what", "judged": "judged", "geometric mean": "geometric_mean", "mean": "mean", "p90": "p90"}
-    before, after = told["load"]
-    return f"{table_of(rows, columns, 4)}\nload of the machine: {before:.1f} before, {after:.1f} after"
+    return f"{table_of(rows, columns, 4)}\nload of the machine: %.1f before, %.1f after" % tuple(told["load"])
 
 
 def two_rank_jobs(seed: int, *, pipelined: bool = False, box: Box | None = None) -> list[Job]:
@@ -147,9 +138,7 @@ def _steps(arguments: Sequence[str], name: str, steps: int, options: argparse.Na
 
 
 def run_steps(options: argparse.Namespace) -> tuple[Any, str]:
-    """Errors of steps and exchanges of a predictor that saw ops and collectives of other models alone, and of the same
-    one calibrated on the steps of those other models; in a box of steps alone, and of the first.
-    """
+    """Errors of steps and exchanges, from ops and collectives of other models alone, and calibrated on their steps."""
     box, told = options.box, dict[str, Any](load=[os.getloadavg()[0]])
     predictor, script = _taught(options), PIPELINE if options.torchrec or box else SCRIPT
     timed = [
@@ -157,10 +146,9 @@ def run_steps(options: argparse.Namespace) -> tuple[Any, str]:
         for seed in range(_TAUGHT if box else 0, _TAUGHT + options.models)
         for case in _measured(seed, two_rank_jobs(seed, pipelined=options.torchrec, box=box), options, script)
     ]
-    own = [(job, seconds) for seed, job, seconds in timed if seed < _TAUGHT]
-    cases = [(job, seconds) for seed, job, seconds in timed if seed >= _TAUGHT]
+    own, cases = ([case for seed, *case in timed if (seed < _TAUGHT) is before] for before in (True, False))
     told["cases"] = [{"case": job.name} for job, _ in cases]
-    for words, middle in (("least", np.min), ("median", np.median)):
+    for words, middle in _MIDDLES:
         seconds = [float(middle(each)) for _, each in cases]
         runs, teachers = [TimedJob(job, float(middle(each))) for job, each in own], {"alone": predictor}
         teachers |= {"calibrated": fit_calibration(predictor, runs).predictor} if runs else {}
@@ -181,8 +169,7 @@ def _exchanges(job: Job, predictor: Predictor, options: argparse.Namespace) -> d
     equal = (equal_exchange(2.0 * np.array(each), np.full(2, 1.0 * sum(each)), job.table_ranks) for each in SPLITS)
     sizes = [Collective("all_to_all", int(4 * size), 2, 2) for size in equal]
     predicted = predict(job, predictor).latency.collective_seconds(sizes)
-    of_words = {"least": measured.min(axis=0), "median": np.median(measured, axis=0)}
-    return {f"unequal exchanges, {words}": _errors(predicted, seconds) for words, seconds in of_words.items()}
+    return {f"unequal exchanges, {words}": _errors(predicted, of(measured, axis=0)) for words, of in _MIDDLES}
 
 
 def _taught(options: argparse.Namespace) -> Predictor:
@@ -201,8 +188,8 @@ def _taught(options: argparse.Namespace) -> Predictor:
         run_plan(plan, out / f"links-{ranks}")
     if not options.box:
         return predictor
-    links = train([out / "links-2", out / "links-4"], out / "links", progress=False)
-    return replace(predictor, collective=links.collective)
+    folders = [out / "links-2", out / "links-4"]
+    return replace(predictor, collective=train(folders, out / "links", progress=False).collective)
 
 
 def _measured(seed: int, jobs: Sequence[Job], options: argparse.Namespace, script: Path = SCRIPT) -> list[Any]:

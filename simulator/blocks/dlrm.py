@@ -42,9 +42,9 @@ def dlrm_embedding(shape: RankShape, shared: bool = False) -> Block:
 
 def _bottom(shape: RankShape, tables: RankTables) -> Block:
     """What runs beside the exchange of sums: lookups in replicas, and the bottom MLP."""
-    inner = _mlp(shape, "bottom", shape.model.dense_features, shape.model.bottom_mlp)
-    first = replace(inner[0], backward=(), weight_grad_first=False)  # numbers of a sample need no gradient
-    return (*_replicated(shape, tables), first, *inner[1:])
+    first, *others = _mlp(shape, "bottom", shape.model.dense_features, shape.model.bottom_mlp)
+    plain = replace(first, backward=(), weight_grad_first=False)  # numbers of a sample need no gradient
+    return (*_replicated(shape, tables), plain, *others)
 
 
 def dlrm_layer(shape: RankShape, kind: str) -> Block:
@@ -63,11 +63,11 @@ def dlrm_layer(shape: RankShape, kind: str) -> Block:
         return (Step("pairs", (whole, picked), (picked, shape.op("fill", rows * vectors**2), grad, grad), saved=saved),)
     width = cross_width(model)
     add, keeps = shape.op("add", rows * width), Saved(rows * width * shape.dtype_bytes)
-    forward: tuple[Op, ...] = (shape.op("cross", rows * width),)
-    backward: tuple[Op, ...] = (shape.op("cross_backward", rows * width),)
+    cross = Step(
+        "cross", (shape.op("cross", rows * width),), (shape.op("cross_backward", rows * width),), saved=(keeps,)
+    )
     if shape.kernels.separate_kernels:  # a product and a sum; two products and two sums
-        forward, backward = (add,) * 2, (add,) * 4
-    cross = Step("cross", forward, backward, saved=(keeps,))
+        cross = replace(cross, forward=(add,) * 2, backward=(add,) * 4)
     return (
         linear(shape, "cross_v", model.cross_rank, width, rows, bias=False),
         linear(shape, "cross_u", width, model.cross_rank, rows),
@@ -114,9 +114,8 @@ def _joined(shape: RankShape) -> tuple[Op, ...]:
 def lookup_op(look: Lookup, *, backward: bool = False) -> Op:
     """One call on all tables of a ``Lookup``."""
     dims = (look.indices, look.dim, look.bags, min(look.distinct, look.indices), look.tables)
-    if backward:
-        return Op("table_lookup_backward", (*dims, look.state), look.dtype)
-    return Op("table_lookup", dims, look.dtype)
+    kind, more = ("table_lookup_backward", (look.state,)) if backward else ("table_lookup", ())
+    return Op(kind, (*dims, *more), look.dtype)
 
 
 def lookup_ops(tables: RankTables) -> list[Op]:

@@ -15,6 +15,7 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.hardware.hardware import HARDWARE, Hardware, find_hardware
 from stepsight.dataset.job.execution import semantics_of
 from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.sharding import fullest_rank
 from stepsight.simulator.blocks.step import RankShape
 from stepsight.simulator.memory.part import part_memory
 from stepsight.simulator.memory.peaks import (
@@ -211,7 +212,8 @@ class Memory:
             f"{flying} in flight), {whose} has {stage.capacity_bytes / 1e9:.1f} GB"
         )
         tip = advice(self.job, self.peak_bytes, lambda job: estimate_memory(job, self.hardware))
-        return f"{text}; {tip}" if tip else text
+        tables, spec = self.job.model.tables, self.job.sharding
+        return "; ".join(filter(None, (text, tables and fullest_rank(tables, spec, self.job.table_ranks), tip)))
 
     def to_dict(self) -> dict[str, Any]:
         names = ("peak_bytes", "capacity_bytes", "fits", "tight", "reason")

@@ -76,3 +76,10 @@ def test_indices_of_the_next_batch_travel_beside(gpu: Hardware) -> None:
     fast, plain = (simulate(one, RooflineLatency(gpu, job.fabric)) for one in (job, slow))
     assert fast.iteration_time_s < plain.iteration_time_s
     assert plain.breakdown["index_exchange"] > fast.breakdown["index_exchange"]
+
+
+def test_what_does_not_fit_is_told_by_rank_and_table(gpu: Hardware) -> None:
+    tables = [{"name": f"own{at}", "rows": 60_000_000, "dim": 128, "pooling": 1.0} for at in range(5)]
+    job = Job.from_dict(tables_of_job(tables, sharding={"rule": "table-wise"}))
+    reason = estimate_memory(job, replace(gpu, memory_bytes=32e9)).reason
+    assert "; rank 0 has 61.9 GB of tables, most in own4 31.0, own0 31.0" in reason
