@@ -147,8 +147,7 @@ def _replicated(shape: RankShape, tables: RankTables) -> Block:
     """Lookups in replicated tables, whose dense gradients are summed as other parameters' are."""
     if not tables.replicated:
         return ()
-    forward = tuple([lookup_op(look) for look in _of_replicas(tables)])
-    backward = tuple([lookup_op(look, backward=True) for look in _of_replicas(tables)])
+    forward, backward = (tuple([lookup_op(look, backward=b) for look in _of_replicas(tables)]) for b in (False, True))
     filled = tuple([shape.main_op("fill", numel) for numel in tables.replicated_rows])
     return (Step("replicated_tables", forward, (), (*filled, *backward), tables.replicated_rows),)
 

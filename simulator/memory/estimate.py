@@ -213,7 +213,8 @@ class Memory:
         )
         tip = advice(self.job, self.peak_bytes, lambda job: estimate_memory(job, self.hardware))
         tables, spec = self.job.model.tables, self.job.sharding
-        return "; ".join(filter(None, (text, tables and fullest_rank(tables, spec, self.job.table_ranks), tip)))
+        held = [fullest_rank(tables, spec, self.job.table_ranks)] if tables else []
+        return "; ".join([text, *held, *filter(None, [tip])])
 
     def to_dict(self) -> dict[str, Any]:
         names = ("peak_bytes", "capacity_bytes", "fits", "tight", "reason")
