@@ -210,10 +210,10 @@ def tables_named(row: Row) -> str:
 
 def _table_job(row: Row, framework: Framework) -> Job:
     """The job of a recommendation model: a replica of the dense part on each device."""
-    tables, known = tables_named(row), ", ".join([*TOLD["tables"], *TABLE_MODELS])
+    tables, known = tables_named(row), ", ".join(TABLE_MODELS)
     if tables not in TABLE_MODELS and not tables.endswith((".csv", ".toml", ".json")):
         if row.text("family"):
-            raise RowError(f"tables must be one of {', '.join(TABLE_MODELS)} or a file, got {tables[:60]!r}")
+            raise RowError(f"tables must be one of {known} or a file, got {tables[:60]!r}")
         raise RowError(f"no model is known for the benchmark {tables[:60]!r} (known: {known}, or a file of tables)")
     model = {"family": "dlrm", "name" if tables in TABLE_MODELS else "tables": tables}
     cluster = cluster_of(row)
