@@ -32,7 +32,7 @@ WORDS = {  # that stand for predictors, and are none
 def describe(path: Path) -> dict[str, Any]:
     """A description, with a ``text``."""
     if is_program(path):
-        return _told(read_captured(path).to_dict(), capture_text)
+        return _told(read_captured(path).to_dict(), texts.capture_text)
     if not path.exists():
         return _named(path)
     for is_one, tell in _FOLDERS if path.is_dir() else _FILES:

@@ -49,7 +49,7 @@ def test_a_benchmark_whose_model_is_not_known_is_named(tmp_path: Path) -> None:
     row = ROW.format(nodes=1, gpus=8, framework="x", batch=64, seconds=1).replace("dlrm_dcnv2", "stable_diffusion")
     path.write_text(HEADER + row + row.replace("NVIDIA H100-SXM5-80GB", "TPU-trillium"))
     with pytest.raises(
-        TableError, match=r"2 x no model is known for the benchmark 'stable_diffusion' .known: dlrm_dcnv2"
+        TableError, match=r"2 x no model is known for the benchmark 'stable_diffusion' .known: criteo-multihot-dcnv2"
     ):
         evaluate(path)
 
