@@ -70,7 +70,7 @@ class JobFeatures(Saved):
             (m.expert_ffn or m.ffn or 4 * m.hidden) / m.hidden, p.tp, p.pp, p.cp, p.ep, p.virtual_stages,
         )  # fmt: skip
         place = np.log2(np.array(values, float)) / _SCALES
-        mixture = "mixture" if m.experts else "dense"
+        mixture = "adapters" if m.lora_rank else "mixture" if m.experts else "dense"
         labels = (software, job.hardware_name, batch.precision, p.recompute, m.family, mixture)
         return cls(tuple(place.tolist()), labels, float(np.log2(job.cluster.num_devices)))
 
@@ -298,7 +298,7 @@ class NearRuns(Saved):
 
 
 def block_of(like: JobFeatures) -> tuple[str, ...]:
-    """What runs tell nothing of other values of: framework's profile, precision, and dense model or mixture."""
+    """What runs tell nothing of other values of: framework's profile, precision, and dense model, mixture or adapters."""
     return tuple(like.labels[place] for place in _BLOCK)
 
 
