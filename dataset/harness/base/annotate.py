@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from .collective_calls import WRAPPED
+from .patching import patched
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -76,14 +77,9 @@ def active() -> bool:
     return _recorder.active
 
 
-@contextmanager
-def noting(spans: list[Span]) -> Iterator[None]:
+def noting(spans: list[Span]) -> AbstractContextManager[None]:
     """Record the begin and end of segments only, which costs almost nothing."""
-    _recorder.spans = spans
-    try:
-        yield
-    finally:
-        _recorder.spans = None
+    return patched(_recorder, spans=spans)
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,17 @@ def patch(owner: Any, **values: Any) -> None:
     """Set attributes of a module or class of torch."""
     for name, value in values.items():
         setattr(owner, name, value)
+
+
+@contextmanager
+def patched(owner: Any, **values: Any) -> Iterator[None]:
+    """Set attributes within the block."""
+    before = {name: getattr(owner, name) for name in values}
+    patch(owner, **values)
+    try:
+        yield
+    finally:
+        patch(owner, **before)
 
 
 def always(value: Any) -> Callable[..., Any]:

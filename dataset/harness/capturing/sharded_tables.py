@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..base import annotate
 from ..base.patching import patch
+from ..ops.composite import conjugate
 
 # Elements of an optimizer's state for a row: this many for each of its elements, and more; other optimizers have none.
 _STATES = {"RowWiseAdagrad": (0, 1), "Adagrad": (1, 0), "LarsSGD": (1, 0), "Adam": (2, 0), "LAMB": (2, 0)}
@@ -58,34 +59,27 @@ class _Exchange:
             self.work = dist.all_to_all_single(out, sums, received, sent, group=self.group, async_op=True)
         return out
 
+    def arrived(self, shape: torch.Size) -> Tensor:
+        """Gradients that came back, once they are here."""
+        self.work.wait()
+        assert self.back is not None
+        return self.back.view(shape)
 
-class _Begin(torch.autograd.Function):
-    """Sums leave; in backward, their gradients have arrived."""
-
-    @staticmethod
-    def forward(ctx: Any, sums: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange, ctx.shape = exchange, sums.shape
-        return exchange.start(sums.reshape(-1), back=False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        ctx.exchange.work.wait()
-        return ctx.exchange.back.view(ctx.shape), None
-
-
-class _End(torch.autograd.Function):
-    """Sums have arrived; in backward, their gradients leave."""
-
-    @staticmethod
-    def forward(ctx: Any, sums: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
-        exchange.work.wait()
+    def ended(self, sums: Tensor) -> Tensor:
+        """Sums that have arrived."""
+        self.work.wait()
         return sums.view_as(sums)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        ctx.exchange.back = ctx.exchange.start(grads[0].contiguous(), back=True)
-        return grads[0], None
+    def start_back(self, grad: Tensor) -> Tensor:
+        """Begin the way of gradients back."""
+        self.back = self.start(grad.contiguous(), back=True)
+        return grad
+
+
+# Sums leave; in backward, their gradients have arrived.
+_Begin = conjugate("_Begin", lambda x, way, _: way.start(x.reshape(-1), back=False), lambda _, way, at: way.arrived(at))
+# Sums have arrived; in backward, their gradients leave.
+_End = conjugate("_End", lambda sums, way: way.ended(sums), lambda grad, way: way.start_back(grad))
 
 
 class _Lookup(torch.autograd.Function):
@@ -179,7 +173,7 @@ class _Tables(nn.Module):
             sums = _Lookup.apply(anchor, ids, self, dims, width[self.rank])
         to_samples = None if shards is self.row_shards else [batch * width[self.rank]] * self.world
         exchange = _Exchange(to_samples, [batch * each for each in width], self.group)
-        return _Begin.apply(sums, exchange), exchange
+        return _Begin.apply(sums, exchange, sums.shape), exchange
 
 
 def _waited(tables: _Tables, sums: list[tuple[Tensor, _Exchange | None]], batch: int) -> Any:

@@ -9,7 +9,7 @@ The router's gradient has that of the balancing loss (Fedus et al. 2021, arXiv:2
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..base import annotate
 from ..ops import composite
+from ..ops.input_pool import shares
 from ..ops.op_makers import grouped, grouped_wgrad
 from .torch_parts import Group, Shape, full_weight, linear, parameter
 
@@ -127,47 +128,43 @@ Sort = composite.conjugate("Sort", _sorted, lambda grad, outer, inner: _sorted(g
 Exchange = composite.conjugate("Exchange", _all_to_all, _all_to_all)
 
 
-class Unpermute(torch.autograd.Function):
-    """Weighted sums of each token's copies."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor, tokens: Tensor, rows: int) -> Tensor:
-        ctx.save_for_backward(y, weights, tokens)
-        with _copy(y.numel(), y):
-            return y.new_zeros(rows, y.shape[1]).index_add_(0, tokens, y * weights[:, None].to(y.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        y, weights, tokens = ctx.saved_tensors
-        with _copy(y.numel(), y):
-            grad = grad.index_select(0, tokens)
-            grad_weights = (grad * y).sum(-1, dtype=weights.dtype)
-            return grad.mul_(weights[:, None].to(grad.dtype)), grad_weights, None, None
+def _weighted_sums(y: Tensor, weights: Tensor, tokens: Tensor, rows: int) -> tuple[Tensor, Any, Any]:
+    with _copy(y.numel(), y):
+        sums = y.new_zeros(rows, y.shape[1]).index_add_(0, tokens, y * weights[:, None].to(y.dtype))
+    return sums, (y, weights, tokens), ()
 
 
-class Grouped(torch.autograd.Function):
-    """``x @ w.T`` of equal groups of rows with a matrix each, whose gradients are multiplied by ``scale``.
+def _weighted_sums_backward(grad: Tensor, y: Tensor, weights: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    with _copy(y.numel(), y):
+        grad = grad.index_select(0, tokens)
+        grad_weights = (grad * y).sum(-1, dtype=weights.dtype)
+        return grad.mul_(weights[:, None].to(grad.dtype)), grad_weights
 
-    An expert gets the gradients of all ranks' tokens, whose losses the ranks average.
-    """
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *weights)
-        ctx.scale = scale
-        return Grouped._each("grouped_linear", x, weights, lambda sizes: grouped(x, [w.t() for w in weights], sizes))
+Unpermute = composite.function("Unpermute", _weighted_sums, _weighted_sums_backward)  # of each token's copies
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, *weights = ctx.saved_tensors
-        grad = grad.contiguous()
-        each = Grouped._each
-        grads = each("grouped_linear_wgrad", x, weights, lambda sizes: grouped_wgrad(grad, x, sizes, ctx.scale))
-        return each("grouped_linear_dgrad", x, weights, lambda sizes: grouped(grad, weights, sizes)), None, *grads
 
-    @staticmethod
-    def _each(kind: str, x: Tensor, weights: Any, run: Callable[[list[int]], Tensor]) -> Tensor:
-        groups, (n, k) = len(weights), weights[0].shape
-        dims, kind = ((groups, len(x), n, k), kind) if groups > 1 else ((len(x), n, k), kind.removeprefix("grouped_"))
-        with annotate.op(kind, dims, x.dtype):
-            return run([len(x) // groups] * groups)
+def _product_op(kind: str, x: Tensor, weights: Sequence[Tensor]) -> Any:
+    groups, (n, k) = len(weights), weights[0].shape
+    dims, kind = ((groups, len(x), n, k), kind) if groups > 1 else ((len(x), n, k), kind.removeprefix("grouped_"))
+    return annotate.op(kind, dims, x.dtype)
+
+
+def _products(x: Tensor, scale: float, *weights: Tensor) -> tuple[Tensor, Any, Any]:
+    with _product_op("grouped_linear", x, weights):
+        y = grouped(x, [w.t() for w in weights], shares(len(x), len(weights)))
+    return y, (x, *weights), (scale,)
+
+
+def _products_backward(grad: Tensor, x: Tensor, *kept: Any) -> tuple[Any, ...]:
+    *weights, scale = kept
+    grad, sizes = grad.contiguous(), shares(len(x), len(weights))
+    with _product_op("grouped_linear_wgrad", x, weights):
+        grads = grouped_wgrad(grad, x, sizes, scale)
+    with _product_op("grouped_linear_dgrad", x, weights):
+        return grouped(grad, weights, sizes), None, *grads
+
+
+# ``x @ w.T`` of equal groups of rows with a matrix each, whose gradients are multiplied by ``scale``: an expert gets
+# the gradients of all ranks' tokens, whose losses the ranks average.
+Grouped = composite.function("Grouped", _products, _products_backward)

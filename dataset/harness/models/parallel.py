@@ -33,21 +33,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ..base import annotate, cores
 from ..base.collective_calls import Group, all_gather, reduce_scatter
 from ..ops import composite
-from ..plan.plan_checks import num_micro_batches, world_size
+from ..plan.plan_checks import SCHEDULES, num_micro_batches, world_size
 from .torch_parts import CrossEntropy
 from .transformer import Stage, shape_of, token_rows
 
 AXES = ("pp", "dp", "tp")  # of the mesh, where context-parallel ranks are replicas too
 WITHIN_DP = ("cp", "ep")
 Held = TypeVar("Held", bound=Tensor)
-SINGLE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
-MULTI = {
-    "1f1b": "ScheduleInterleaved1F1B",
-    "looped-bfs": "ScheduleLoopedBFS",
-    "interleaved-zb": "ScheduleInterleavedZeroBubble",
-    "zbv": "ScheduleZBVZeroBubble",
-    "dualpipev": "ScheduleDualPipeV",
-}
 V_SHAPED = ("zbv", "dualpipev")
 
 
@@ -176,11 +168,9 @@ class ParallelTraining:
 
         name, chunks = self.job["parallel"]["schedule"], self.job["parallel"]["virtual_stages"]
         settings: dict[str, Any] = {"n_microbatches": self.num_micro_batches, "scale_grads": False, "loss_fn": loss_fn}
-        whole = chunks == 1 and name in SINGLE
-        if whole or name in MULTI:
-            return getattr(torch_schedules, (SINGLE if whole else MULTI)[name])(
-                stages[0] if whole else stages, **settings
-            )
+        whole = chunks == 1 and name in SCHEDULES["whole"]
+        if made := SCHEDULES["whole" if whole else "split"].get(name):
+            return getattr(torch_schedules, made)(stages[0] if whole else stages, **settings)
         schedule = torch_schedules._PipelineScheduleRuntime(stages, **settings)
         with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
             file.write(table)

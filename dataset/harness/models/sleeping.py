@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..base import annotate
 from ..base.collective_calls import Buffers, Group, collective_call
-from ..ops.composite import conjugate
+from ..ops.composite import conjugate, function
 from ..ops.input_pool import DTYPES
 from .parallel import ParallelTraining, own_group
 
@@ -174,18 +174,12 @@ _Input = conjugate("_Input", lambda x, ahead, _: _done(x, ahead), lambda grad, _
 _Resize = conjugate("_Resize", lambda x, numel, _: x.new_zeros(1, numel), lambda _, __, shape: torch.zeros(shape))
 
 
-class _Weight(torch.autograd.Function):
-    """Gradients of a step's parameters."""
-
-    @staticmethod
-    def forward(ctx: Any, back: Work, *parameters: Tensor) -> Tensor:
-        ctx.back, ctx.shapes = back, [parameter.shape for parameter in parameters]
-        return parameters[0].new_zeros(1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        ctx.back()
-        return (None, *(torch.zeros(shape) for shape in ctx.shapes))
+# Work on the way back of a step's parameters, whose gradients are zero.
+_Weight = function(
+    "_Weight",
+    lambda back, *held: (held[0].new_zeros(1), (), (back, [each.shape for each in held])),
+    lambda _, back, shapes: (back(), *map(torch.zeros, shapes)),
+)
 
 
 class Block(nn.Module):

@@ -252,79 +252,64 @@ GatherRows = composite.conjugate("GatherRows", _gather_rows, _scatter_rows)  # s
 ScatterRows = composite.conjugate("ScatterRows", _scatter_rows, _gather_rows)  # sequence parallel's g
 
 
-class BiasedRowLinear(torch.autograd.Function):
-    """A row-parallel linear whose bias, held by every rank, is added once over the group.
-
-    Each rank adds ``bias / size``; the sum over ranks adds it whole, and its gradient is the whole one everywhere.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, size: int) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.addmm(bias, x, weight.t(), beta=1.0 / size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.t() @ x, grad.sum(0), None
+# A row-parallel linear whose bias, held by every rank, is added once over the group: each rank adds ``bias / size``,
+# the sum over ranks adds it whole, and its gradient is the whole one everywhere.
+BiasedRowLinear = composite.function(
+    "BiasedRowLinear",
+    lambda x, weight, bias, size: (torch.addmm(bias, x, weight.t(), beta=1.0 / size), (x, weight), ()),
+    lambda grad, x, weight: (grad @ weight, grad.t() @ x, grad.sum(0)),
+)
 
 
-class VocabEmbedding(torch.autograd.Function):
-    """Rows of the embedding that this rank holds; zero where another rank holds the token."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, first: int) -> Tensor:
-        with annotate.op("embedding", (tokens.numel(), weight.shape[1], weight.shape[0]), weight.dtype):
-            local = tokens - first
-            outside = ((local < 0) | (local >= weight.shape[0]))[:, None]
-            local.clamp_(0, weight.shape[0] - 1)
-            ctx.save_for_backward(local, outside)
-            ctx.rows = weight.shape[0]
-            return F.embedding(local, weight).masked_fill_(outside, 0.0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
-        local, outside = ctx.saved_tensors
-        with annotate.op("embedding_backward", (local.numel(), grad.shape[1], ctx.rows), grad.dtype):
-            grad = grad.masked_fill(outside, 0.0)
-            return None, torch.ops.aten.embedding_dense_backward(grad, local, ctx.rows, -1, False), None
+def _embed(tokens: Tensor, weight: Tensor, first: int) -> tuple[Tensor, Any, Any]:
+    with annotate.op("embedding", (tokens.numel(), weight.shape[1], weight.shape[0]), weight.dtype):
+        local = tokens - first
+        outside = ((local < 0) | (local >= weight.shape[0]))[:, None]
+        local.clamp_(0, weight.shape[0] - 1)
+        return F.embedding(local, weight).masked_fill_(outside, 0.0), (local, outside), weight.shape[:1]
 
 
-class CrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of ``logits[rows, vocab / size]`` against ``targets[rows]``, times ``scale``.
+def _embed_backward(grad: Tensor, local: Tensor, outside: Tensor, rows: int) -> tuple[None, Tensor]:
+    with annotate.op("embedding_backward", (local.numel(), grad.shape[1], rows), grad.dtype):
+        grad = grad.masked_fill(outside, 0.0)
+        return None, torch.ops.aten.embedding_dense_backward(grad, local, rows, -1, False)
 
-    With a group, three all-reduces of ``rows`` numbers (maximum, sum, target's logit) join the shards; the arithmetic
-    between them is annotated as element-wise.
-    """
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group | None, scale: float) -> Tensor:
-        rows, vocab = logits.shape
-        first = 0 if group is None else group.rank() * vocab
-        with annotate.op("cross_entropy", (rows, vocab), logits.dtype):
-            exponent, total, top, picked = composite.cross_entropy(logits, targets, first)
-            if group is None:
-                inverse = total.reciprocal()
-                loss = (total.log() + top - picked).mean() * scale
-        if group is not None:
-            highest = top.clone()
-            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-            with annotate.op("elementwise", (rows,), logits.dtype):
-                shrink = (top - highest).exp_()
-                total.mul_(shrink)
-            dist.all_reduce(total, group=group)
-            dist.all_reduce(picked, group=group)
-            with annotate.op("elementwise", (rows,), logits.dtype):
-                inverse = shrink.div_(total)
-                loss = (total.log() + highest - picked).mean() * scale
-        ctx.save_for_backward(exponent, inverse, targets)
-        ctx.first, ctx.scale = first, scale
-        return loss
+# Rows of the embedding that this rank holds; zero where another rank holds the token.
+VocabEmbedding = composite.function("VocabEmbedding", _embed, _embed_backward)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        exponent, inverse, targets = ctx.saved_tensors
-        with annotate.op("cross_entropy_backward", exponent.shape, exponent.dtype):
-            weight = grad * (ctx.scale / exponent.shape[0])
-            out = composite.cross_entropy_backward(exponent, inverse * weight, weight, targets, ctx.first)
-        return out, None, None, None
+
+def _loss(logits: Tensor, targets: Tensor, group: Group | None, scale: float) -> tuple[Tensor, Any, Any]:
+    rows, vocab = logits.shape
+    first = 0 if group is None else group.rank() * vocab
+    with annotate.op("cross_entropy", (rows, vocab), logits.dtype):
+        exponent, total, top, picked = composite.cross_entropy(logits, targets, first)
+        if group is None:
+            inverse = total.reciprocal()
+            loss = (total.log() + top - picked).mean() * scale
+    if group is not None:
+        highest = top.clone()
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        with annotate.op("elementwise", (rows,), logits.dtype):
+            shrink = (top - highest).exp_()
+            total.mul_(shrink)
+        dist.all_reduce(total, group=group)
+        dist.all_reduce(picked, group=group)
+        with annotate.op("elementwise", (rows,), logits.dtype):
+            inverse = shrink.div_(total)
+            loss = (total.log() + highest - picked).mean() * scale
+    return loss, (exponent, inverse, targets), (first, scale)
+
+
+def _loss_backward(
+    grad: Tensor, exponent: Tensor, inverse: Tensor, targets: Tensor, first: int, scale: float
+) -> Tensor:
+    with annotate.op("cross_entropy_backward", exponent.shape, exponent.dtype):
+        weight = grad * (scale / exponent.shape[0])
+        return composite.cross_entropy_backward(exponent, inverse * weight, weight, targets, first)
+
+
+# Mean cross-entropy of ``logits[rows, vocab / size]`` against ``targets[rows]``, times ``scale``.  With a group, three
+# all-reduces of ``rows`` numbers (maximum, sum, target's logit) join the shards; the arithmetic between them is
+# annotated as element-wise.
+CrossEntropy = composite.function("CrossEntropy", _loss, _loss_backward)

@@ -72,42 +72,51 @@ def _trial(x: Tensor) -> Tensor:
     return (2 * x + 1).sum(-1)
 
 
-def _differentiable(name: str, kind: str, dims: Any, run: Callable[..., tuple[Tensor, ...]], derive: Any) -> Any:
+def function(name: str, ahead: Callable[..., tuple[Tensor, Any, Any]], back: Callable[..., Any]) -> Any:
+    """The function of autograd that runs ``ahead`` forward and ``back`` backward.
+
+    ``ahead`` gives the result, the tensors and the other values that ``back`` takes after the result's gradient;
+    ``back`` gives the gradient of the first input, or a tuple of those of the first inputs.  The others have none.
+    """
+
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        y, kept, ctx.how = ahead(*inputs)
+        ctx.save_for_backward(*kept)
+        ctx.count = len(inputs)
+        if y is inputs[0]:
+            ctx.mark_dirty(y)
+        return y
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        found = back(grad, *ctx.saved_tensors, *ctx.how)
+        grads = found if isinstance(found, tuple) else (found,)
+        return *grads, *[None] * (ctx.count - len(grads))
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), methods)
+
+
+def _annotated(name: str, kind: str, dims: Any, run: Callable[..., tuple[Tensor, ...]], derive: Any) -> Any:
     """The function of autograd of an op, annotated as ``kind`` and ``kind_backward`` with the dims of its first tensor.
 
     ``run`` gives the result and what its gradient needs; ``derive`` takes the gradient of the result, and that.
     """
 
-    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+    def ahead(*inputs: Tensor) -> tuple[Tensor, Any, Any]:
         with annotate.op(kind, dims(inputs[0]), inputs[0].dtype):
             y, *kept = run(*inputs)
-        ctx.save_for_backward(*kept)
-        return y
+        return y, kept, ()
 
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        kept = ctx.saved_tensors
+    def back(grad: Tensor, *kept: Tensor) -> Any:
         with annotate.op(f"{kind}_backward", dims(kept[0]), kept[0].dtype):
             return derive(grad, *kept)
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(name, (torch.autograd.Function,), methods)
+    return function(name, ahead, back)
 
 
 def conjugate(name: str, ahead: Callable[..., Tensor], back: Callable[..., Tensor]) -> Any:
     """The function of autograd of a tensor and, in both directions, the same others, mostly a group."""
-
-    def forward(ctx: Any, x: Tensor, *how: Any) -> Tensor:
-        ctx.how = how
-        y = ahead(x, *how)
-        if y is x:
-            ctx.mark_dirty(x)
-        return y
-
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return back(grad, *ctx.how), *[None] * len(ctx.how)
-
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(name, (torch.autograd.Function,), methods)
+    return function(name, lambda x, *how: (ahead(x, *how), (), how), back)
 
 
 def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -147,7 +156,7 @@ def _normed(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     return y, x, weight, inverse
 
 
-RMSNorm = _differentiable("RMSNorm", "rms_norm", lambda x: x.shape, _normed, rms_norm_backward)
+RMSNorm = _annotated("RMSNorm", "rms_norm", lambda x: x.shape, _normed, rms_norm_backward)
 
 
 def rope_tables(seq_len: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -206,7 +215,7 @@ def _gated(name: str, activation: Callable[[Tensor], Tensor], derivative: Any, *
         return out
 
     run, derive = composite(forward), composite(backward, joined)
-    function = _differentiable(name, name.lower(), lambda x: (x.numel() // 2,), lambda x: (run(x), x), derive)
+    function = _annotated(name, name.lower(), lambda x: (x.numel() // 2,), lambda x: (run(x), x), derive)
     return run, derive, function
 
 
@@ -219,7 +228,7 @@ def relu_backward(grad: Tensor, y: Tensor) -> Tensor:
     return torch.ops.aten.threshold_backward(grad, y, 0)
 
 
-ReLU = _differentiable("ReLU", "relu", lambda x: (x.numel(),), lambda x: (torch.relu(x),) * 2, relu_backward)
+ReLU = _annotated("ReLU", "relu", lambda x: (x.numel(),), lambda x: (torch.relu(x),) * 2, relu_backward)
 
 
 @composite
@@ -257,73 +266,65 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     return y.transpose(1, 2).reshape(-1, heads * v_dim)
 
 
-class SelfAttention(torch.autograd.Function):
-    """Self-attention of ``qkv[length * batch, heads * 3 * dim]`` with a ``bias[heads, length, length]``."""
-
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, bias: Tensor, batch: int) -> Tensor:
-        q, k, v = _matrices(qkv, bias.shape[0], batch, 3)
-        found, weights = _attend(q, k, v, bias)
-        ctx.save_for_backward(qkv, weights)
-        ctx.batch = batch
-        return found.view(qkv.shape[0], -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        qkv, weights = ctx.saved_tensors
-        q, k, v = _matrices(qkv, weights.shape[0] // ctx.batch, ctx.batch, 3)
-        grad_scores, grad_v = _weights_backward(grad, weights, v)
-        with annotate.op("reduce", (grad_scores.numel(),), grad_scores.dtype):
-            grad_bias = grad_scores.view(ctx.batch, -1, *grad_scores.shape[1:]).sum(0)
-        grad_q = _product(grad_scores, k)
-        grad_k = _product(grad_scores.transpose(1, 2), q)
-        joined = torch.stack([part.transpose(0, 1) for part in (grad_q, grad_k, grad_v)], dim=2)
-        return joined.view(qkv.shape), grad_bias, None
+def _self_attend(qkv: Tensor, bias: Tensor, batch: int) -> tuple[Tensor, Any, Any]:
+    q, k, v = _matrices(qkv, bias.shape[0], batch, 3)
+    found, weights = _attend(q, k, v, bias)
+    return found.view(qkv.shape[0], -1), (qkv, weights), (batch,)
 
 
-class CrossAttention(torch.autograd.Function):
-    """Cross-attention of ``q[length * batch, heads * dim]`` to ``kv[kv_length * batch, heads * 2 * dim]``."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, heads: int, batch: int) -> Tensor:
-        (queries,), (k, v) = _matrices(q, heads, batch, 1), _matrices(kv, heads, batch, 2)
-        found, weights = _attend(queries, k, v, None)
-        ctx.save_for_backward(q, kv, weights)
-        ctx.heads, ctx.batch = heads, batch
-        return found.view(q.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        q, kv, weights = ctx.saved_tensors
-        heads, batch = ctx.heads, ctx.batch
-        (queries,), (k, v) = _matrices(q, heads, batch, 1), _matrices(kv, heads, batch, 2)
-        grad_q, grad_kv = torch.empty_like(q), torch.empty_like(kv)
-        (grad_queries,), (grad_k, grad_v) = _matrices(grad_q, heads, batch, 1), _matrices(grad_kv, heads, batch, 2)
-        grad_scores, _ = _weights_backward(grad, weights, v, grad_v)
-        _product(grad_scores, k, grad_queries)
-        _product(grad_scores.transpose(1, 2), queries, grad_k)
-        return grad_q, grad_kv, None, None
+def _self_attend_backward(grad: Tensor, qkv: Tensor, weights: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    q, k, v = _matrices(qkv, weights.shape[0] // batch, batch, 3)
+    grad_scores, grad_v = _weights_backward(grad, weights, v)
+    with annotate.op("reduce", (grad_scores.numel(),), grad_scores.dtype):
+        grad_bias = grad_scores.view(batch, -1, *grad_scores.shape[1:]).sum(0)
+    grad_q = _product(grad_scores, k)
+    grad_k = _product(grad_scores.transpose(1, 2), q)
+    joined = torch.stack([part.transpose(0, 1) for part in (grad_q, grad_k, grad_v)], dim=2)
+    return joined.view(qkv.shape), grad_bias
 
 
-class RelativeBias(torch.autograd.Function):
-    """Rows of ``table[buckets, heads]`` for ``bucket[length, length]`` as ``[heads, length, length]``."""
+# Self-attention of ``qkv[length * batch, heads * 3 * dim]`` with a ``bias[heads, length, length]``.
+SelfAttention = function("SelfAttention", _self_attend, _self_attend_backward)
 
-    @staticmethod
-    def forward(ctx: Any, table: Tensor, bucket: Tensor, causal: bool) -> Tensor:
-        ctx.save_for_backward(bucket)
-        ctx.buckets = table.shape[0]
-        with annotate.op("embedding", (bucket.numel(), table.shape[1], table.shape[0]), table.dtype):
-            bias = F.embedding(bucket, table).permute(2, 0, 1).contiguous()
-            if causal:
-                bias.masked_fill_(torch.ones_like(bucket, dtype=torch.bool).triu_(1), -torch.inf)
-        return bias
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (bucket,) = ctx.saved_tensors
-        with annotate.op("embedding_backward", (bucket.numel(), grad.shape[0], ctx.buckets), grad.dtype):
-            rows = grad.permute(1, 2, 0).reshape(-1, grad.shape[0])
-            return torch.ops.aten.embedding_dense_backward(rows, bucket.view(-1), ctx.buckets, -1, False), None, None
+def _cross_attend(q: Tensor, kv: Tensor, heads: int, batch: int) -> tuple[Tensor, Any, Any]:
+    (queries,), (k, v) = _matrices(q, heads, batch, 1), _matrices(kv, heads, batch, 2)
+    found, weights = _attend(queries, k, v, None)
+    return found.view(q.shape), (q, kv, weights), (heads, batch)
+
+
+def _cross_attend_backward(
+    grad: Tensor, q: Tensor, kv: Tensor, weights: Tensor, heads: int, batch: int
+) -> tuple[Tensor, Tensor]:
+    (queries,), (k, v) = _matrices(q, heads, batch, 1), _matrices(kv, heads, batch, 2)
+    grad_q, grad_kv = torch.empty_like(q), torch.empty_like(kv)
+    (grad_queries,), (grad_k, grad_v) = _matrices(grad_q, heads, batch, 1), _matrices(grad_kv, heads, batch, 2)
+    grad_scores, _ = _weights_backward(grad, weights, v, grad_v)
+    _product(grad_scores, k, grad_queries)
+    _product(grad_scores.transpose(1, 2), queries, grad_k)
+    return grad_q, grad_kv
+
+
+# Cross-attention of ``q[length * batch, heads * dim]`` to ``kv[kv_length * batch, heads * 2 * dim]``.
+CrossAttention = function("CrossAttention", _cross_attend, _cross_attend_backward)
+
+
+def _bias(table: Tensor, bucket: Tensor, causal: bool) -> tuple[Tensor, Any, Any]:
+    with annotate.op("embedding", (bucket.numel(), table.shape[1], table.shape[0]), table.dtype):
+        bias = F.embedding(bucket, table).permute(2, 0, 1).contiguous()
+        if causal:
+            bias.masked_fill_(torch.ones_like(bucket, dtype=torch.bool).triu_(1), -torch.inf)
+    return bias, (bucket,), table.shape[:1]
+
+
+def _bias_backward(grad: Tensor, bucket: Tensor, buckets: int) -> Tensor:
+    with annotate.op("embedding_backward", (bucket.numel(), grad.shape[0], buckets), grad.dtype):
+        rows = grad.permute(1, 2, 0).reshape(-1, grad.shape[0])
+        return torch.ops.aten.embedding_dense_backward(rows, bucket.view(-1), buckets, -1, False)
+
+
+# Rows of ``table[buckets, heads]`` for ``bucket[length, length]`` as ``[heads, length, length]``.
+RelativeBias = function("RelativeBias", _bias, _bias_backward)
 
 
 def _matrices(rows: Tensor, heads: int, batch: int, parts: int) -> tuple[Tensor, ...]:

@@ -10,8 +10,8 @@ Dims of products are those of the forward linear (m rows, n outputs, k inputs), 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base.errors import HarnessError
+from ..base.patching import patched
 from . import composite, context_attention
 from .input_pool import Call, Inputs, Maker, Pool, Run, shares
 
@@ -65,15 +66,9 @@ def gradients(run: Callable[..., Tensor], leaves: list[Tensor]) -> tuple[Run, to
     return (lambda grad: torch.autograd.grad(y, leaves, grad, retain_graph=True)), y.shape
 
 
-@contextmanager
-def precision(dtype: str) -> Iterator[None]:
+def precision(dtype: str) -> AbstractContextManager[None]:
     """Matrix products of fp32 numbers in the block are rounded to tf32 if that is the dtype, else they are not."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+    return patched(torch.backends.cuda.matmul, allow_tf32=dtype == "tf32")
 
 
 def scaled_product(device: torch.device, *, fast: bool) -> Callable[[Tensor, Tensor], Tensor]:
@@ -142,15 +137,12 @@ def _permute(kind: str, pool: Pool, copies: int, tokens: int, hidden: int) -> tu
     }[kind]
 
 
-def _layer_norm(pool: Pool, rows: int, hidden: int) -> Made:
+def _layer_norm(pool: Pool, rows: int, hidden: int, *, backward: bool = False) -> Made:
     weight, bias = pool.take(hidden), pool.take(hidden)
-    return (lambda x: F.layer_norm(x, (hidden,), weight, bias, composite.EPSILON)), (rows, hidden)
-
-
-def _layer_norm_backward(pool: Pool, rows: int, hidden: int) -> Made:
-    x, weight, bias = pool.take(rows, hidden), pool.take(hidden), pool.take(hidden)
+    if not backward:
+        return (lambda x: F.layer_norm(x, (hidden,), weight, bias, composite.EPSILON)), (rows, hidden)
+    x, run = pool.take(rows, hidden), _aten.native_layer_norm_backward
     _, mean, inverse = torch.native_layer_norm(x, (hidden,), weight, bias, composite.EPSILON)
-    run = _aten.native_layer_norm_backward
     return (lambda grad, x: run(grad, x, (hidden,), mean, inverse, weight, bias, [True] * 3)), x.shape, x.shape
 
 
@@ -276,16 +268,19 @@ def _convolution(pool: Pool, *dims: int) -> Made:
     return (lambda grad, x, w: _aten.convolution_backward(grad, x, w, None, *how, wanted)), y, image, weight
 
 
-def _batch_norm(pool: Pool, positions: int, channels: int) -> Made:
+def _batch_norm(pool: Pool, positions: int, channels: int, *, backward: bool = False) -> Made:
     weight, bias = pool.take(channels), pool.take(channels)
-    return (lambda x: F.batch_norm(x, None, None, weight, bias, training=True)), (1, channels, positions)
-
-
-def _batch_norm_backward(pool: Pool, positions: int, channels: int) -> Made:
-    x, weight, bias = pool.take(1, channels, positions), pool.take(channels), pool.take(channels)
+    if not backward:
+        return (lambda x: F.batch_norm(x, None, None, weight, bias, training=True)), (1, channels, positions)
+    x = pool.take(1, channels, positions)
     _, mean, inverse = torch.native_batch_norm(x, weight, bias, None, None, True, 0.1, 1e-5)
     how = weight, None, None, mean, inverse, True, 1e-5, [True] * 3
     return (lambda grad, x: _aten.native_batch_norm_backward(grad, x, *how)), x.shape, x.shape
+
+
+def _both_ways(kind: str, maker: Any) -> dict[str, Maker]:
+    """An op and its gradients, which are the same maker's."""
+    return {kind: maker, f"{kind}_backward": partial(maker, backward=True)}
 
 
 def _embedding_bag(pool: Pool, *dims: int, backward: bool = False) -> Made:
@@ -320,10 +315,8 @@ MAKERS: dict[str, Maker] = {
     "linear_wgrad": lambda pool, m, n, k: (torch.mm, partial(pool.turned, m, n), (m, k)),
     "bias_grad": lambda _, rows, hidden: ((lambda grad: grad.sum(0)), (rows, hidden)),
     "batched_matmul": lambda pool, batch, m, n, k: (torch.bmm, (batch, m, k), partial(pool.turned, batch, n, k)),
-    "attention": _attention,
-    "attention_backward": partial(_attention, backward=True),
-    "mla_attention": partial(_attention, latent=True),
-    "mla_attention_backward": partial(_attention, latent=True, backward=True),
+    **_both_ways("attention", _attention),
+    **_both_ways("mla_attention", partial(_attention, latent=True)),
     "grouped_linear": lambda pool, g, m, n, k: (_grouped(g, m), (m, k), partial(pool.turned, g, n, k)),
     "grouped_linear_dgrad": lambda _, g, m, n, k: (_grouped(g, m), (m, n), (g, n, k)),
     "grouped_linear_wgrad": lambda _, g, m, n, k: (partial(grouped_wgrad, sizes=shares(m, g)), (m, n), (m, k)),
@@ -334,8 +327,7 @@ MAKERS: dict[str, Maker] = {
         (tokens, hidden),
         partial(pool.ids, tokens, vocab),
     ),
-    "layer_norm": _layer_norm,
-    "layer_norm_backward": _layer_norm_backward,
+    **_both_ways("layer_norm", _layer_norm),
     "rms_norm": lambda _, rows, hidden: (composite.rms_norm, (rows, hidden), (hidden,)),
     "rms_norm_backward": lambda _, rows, n: (composite.rms_norm_backward, (rows, n), (rows, n), (n,), (rows, 1)),
     "softmax": lambda _, *shape: (partial(torch.softmax, dim=-1), shape),
@@ -352,8 +344,7 @@ MAKERS: dict[str, Maker] = {
     "geglu_backward": _by_rows(composite.geglu_backward, 1, 2),
     "cross": _each(lambda first, x, y: first * y + x, 3),
     "cross_backward": _each(_cross_backward, 4),
-    "rope": _rope,
-    "rope_backward": _rope,
+    **dict.fromkeys(("rope", "rope_backward"), _rope),
     "dropout": _each(lambda x: torch.native_dropout(x, 0.1, True)),
     "dropout_backward": _dropout_backward,
     "add": _each(torch.add, 2),
@@ -367,14 +358,10 @@ MAKERS: dict[str, Maker] = {
     "grad_norm": lambda _, numel, count: (_norm_of, *[(max(1, numel // count),)] * count),
     "to_host": _host_copy,
     "from_host": partial(_host_copy, back=True),
-    "conv": _convolution,
-    "conv_backward": _convolution,
-    "batch_norm": _batch_norm,
-    "batch_norm_backward": _batch_norm_backward,
-    "embedding_bag": _embedding_bag,
-    "embedding_bag_backward": partial(_embedding_bag, backward=True),
-    "recurrent": _recurrent,
-    "recurrent_backward": partial(_recurrent, backward=True),
+    **dict.fromkeys(("conv", "conv_backward"), _convolution),
+    **_both_ways("batch_norm", _batch_norm),
+    **_both_ways("embedding_bag", _embedding_bag),
+    **_both_ways("recurrent", _recurrent),
 }
 # Places of a product's own rows, columns and what it sums over, in the dims.
 _FP8 = {"linear": (0, 1, 2), "linear_dgrad": (0, 2, 1), "linear_wgrad": (1, 2, 0)}

@@ -245,9 +245,10 @@ def num_micro_batches(job: dict[str, Any]) -> int:
     return int(batch["global_batch"] // (batch["micro_batch"] * job["parallel"]["dp"]))
 
 
-_SPLIT = ("1f1b", "looped-bfs", "interleaved-zb", "zbv", "dualpipev")  # schedules with several parts in a stage
+SCHEDULES: dict[str, dict[str, str]] = _LIMITS["schedules"]
+_SPLIT = tuple(SCHEDULES["split"])
 WRITTEN = ("zb-h1",)  # schedules that torch has no class for: a run of a plan has their table
-_WHOLE = ("gpipe", "1f1b", *WRITTEN)
+_WHOLE = (*SCHEDULES["whole"], *WRITTEN)
 _PARALLEL = ("dp", "zero_stage", "schedule", "virtual_stages", "pp", "sequence_parallel")
 
 

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +75,7 @@ class Workers:
                 process = subprocess.Popen(command, env=own, start_new_session=True, pass_fds=descriptors, **streams)
                 self._processes.append(process)
         except BaseException:
-            self.stop()
+            self.close()
             raise
         finally:
             os.close(held)
@@ -102,7 +102,7 @@ class Workers:
                     self.code = event.returncode
                     self._signal(signal.SIGKILL)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End all processes: the end of standard input ends workers, signals end the rest."""
         if self._hold >= 0:
             os.close(self._hold)
@@ -155,8 +155,8 @@ def run_module(
     log.parent.mkdir(parents=True, exist_ok=True)
     with meeting_file(folder) as meeting, log.open("a", encoding="utf-8") as stream:
         command = [sys.executable, "-P", "-m", f"{package}.{module}", *arguments]
-        workers = Workers(command, [{**environment, **meeting, **place} for place in each], descriptors)
-        try:
+        environments = [{**environment, **meeting, **place} for place in each]
+        with closing(Workers(command, environments, descriptors)) as workers:
             for line in workers.lines():
                 text, found, facts = line.partition(PROGRESS)
                 if text.strip():
@@ -164,8 +164,6 @@ def run_module(
                     last = text.strip() if not workers.code else last
                 if found:
                     told(json.loads(facts))
-        finally:
-            workers.stop()
     return workers.code, last
 
 
@@ -278,12 +276,10 @@ def main(arguments: list[str] | None = None) -> int:
     common = {**os.environ, **WORKER_ENVIRONMENT, "MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port}
     module = f"{__package__ or 'harness.running'}.worker"
     command = [sys.executable, "-m", module, str(options.plan), "--out", str(options.out)]
-    workers = Workers(command, [{**common, **own} for own in places(options.ranks, options.nodes, options.node)])
-    try:
+    environments = [{**common, **own} for own in places(options.ranks, options.nodes, options.node)]
+    with closing(Workers(command, environments)) as workers:
         for line in filter(str.strip, workers.lines()):
             print(line, end="", flush=True)
-    finally:
-        workers.stop()
     return workers.code if workers.code >= 0 else 128 - workers.code
 
 

@@ -80,7 +80,7 @@ def run_ranks(arguments: list[str], ranks: int, folder: Path) -> tuple[int, str]
         try:
             output = "".join(workers.lines())
         finally:
-            workers.stop()
+            workers.close()
     return workers.code, output
 
 

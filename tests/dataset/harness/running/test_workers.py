@@ -21,7 +21,7 @@ def run(code: str, ranks: int) -> tuple[int, list[str]]:
         lines = list(workers.lines())
         return workers.code, lines
     finally:
-        workers.stop()
+        workers.close()
 
 
 def test_every_rank_knows_its_place() -> None:
