@@ -169,8 +169,8 @@ class ParallelTraining:
         name, chunks = self.job["parallel"]["schedule"], self.job["parallel"]["virtual_stages"]
         settings: dict[str, Any] = {"n_microbatches": self.num_micro_batches, "scale_grads": False, "loss_fn": loss_fn}
         whole = chunks == 1 and name in SCHEDULES["whole"]
-        if made := SCHEDULES["whole" if whole else "split"].get(name):
-            return getattr(torch_schedules, made)(stages[0] if whole else stages, **settings)
+        if owner := SCHEDULES["whole" if whole else "split"].get(name):
+            return getattr(torch_schedules, owner)(stages[0] if whole else stages, **settings)
         schedule = torch_schedules._PipelineScheduleRuntime(stages, **settings)
         with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
             file.write(table)

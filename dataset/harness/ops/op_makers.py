@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from ..base.errors import HarnessError
 from ..base.patching import patched
@@ -155,10 +156,6 @@ def _cross_entropy_backward(pool: Pool, rows: int, vocab: int) -> Made:
     scale = torch.ones(rows, device=pool.device, dtype=pool.dtype)
     run = composite.cross_entropy_backward
     return (lambda exp, targets: run(exp, scale, scale[0], targets, 0)), (rows, vocab), partial(pool.ids, rows, vocab)
-
-
-def _norm_of(*gradients: Tensor) -> Tensor:
-    return torch.nn.utils.get_total_norm(gradients)
 
 
 def _each(function: Run, operands: int = 1) -> Maker:
@@ -355,7 +352,7 @@ MAKERS: dict[str, Maker] = {
     "cast": _each(lambda x: x.to(torch.bfloat16 if x.dtype == torch.float32 else torch.float32)),
     "adamw": lambda pool, numel, tensors: (_adamw(pool.device, pool.dtype, numel, tensors),),
     "adamw_host": _adamw_host,
-    "grad_norm": lambda _, numel, count: (_norm_of, *[(max(1, numel // count),)] * count),
+    "grad_norm": lambda _, numel, count: ((lambda *x: get_total_norm(x)), *[(max(1, numel // count),)] * count),
     "to_host": _host_copy,
     "from_host": partial(_host_copy, back=True),
     **dict.fromkeys(("conv", "conv_backward"), _convolution),
