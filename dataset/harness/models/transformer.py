@@ -273,9 +273,8 @@ class BertEmbedding(Embedding):
         self.norm = Norm(shape)
         first = shape.rank * shape.rows if shape.sequence_parallel else 0
         place = torch.arange(first, first + shape.rows, device=shape.device).remainder_(shape.seq_len)
-        self.type_of_row = (
-            shape.places[place] >= shape.whole_len // 2
-        ).long()  # no buffer: DDP and FSDP have no business with it
+        # No buffer: DDP and FSDP have no business with it.
+        self.type_of_row = (shape.places[place] >= shape.whole_len // 2).long()
 
     def forward(self, tokens: Tensor) -> Any:
         x = super().forward(tokens)
