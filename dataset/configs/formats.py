@@ -208,10 +208,8 @@ class ConfigJob:
             JobError: If the configurations do not state all sizes of the model.
         """
         if self.read is None:
-            raise JobError(
-                f"no configuration states {', '.join(self.missing)}: name the file that does, as a model's "
-                "config.json, or give the values"
-            )
+            rule = "name the file that does, as a model's config.json, or give the values"
+            raise JobError(f"no configuration states {', '.join(self.missing)}: {rule}")
         return self.read
 
     def to_dict(self) -> dict[str, Any]:

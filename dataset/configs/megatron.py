@@ -9,18 +9,9 @@ from __future__ import annotations
 import re
 import shlex
 
+from stepsight.dataset.configs import key_table
 from stepsight.dataset.configs.documents import facts
 from stepsight.dataset.configs.drafts import WHOLE, Reading
-from stepsight.dataset.configs.key_table import (
-    MOST_STAGES,
-    ConfigText,
-    JobView,
-    Row,
-    even_stages,
-    read_rows,
-    repeated,
-    rows_of,
-)
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import RECOMPUTE_MODULES
 
@@ -28,12 +19,14 @@ _PROGRAMS = {"bert": "pretrain_bert.py", "t5": "pretrain_t5.py", "vit": "pretrai
 _OF_2022 = ("DDP_impl", "activations_checkpoint", "async_tensor_model_parallel_allreduce")
 
 
-def read_megatron(reading: Reading, first: tuple[Row, ...] = (), last: tuple[Row, ...] = ()) -> None:
+def read_megatron(
+    reading: Reading, first: tuple[key_table.Row, ...] = (), last: tuple[key_table.Row, ...] = ()
+) -> None:
     """Fill a draft from Megatron-LM's settings; what no key of a job expresses is listed.
 
     Rows of a file's own stand ``first`` and ``last``.
     """
-    read_rows((Row("framework", read=_read_framework), *first, *ROWS, *last), reading)
+    key_table.read_rows((key_table.Row("framework", read=_read_framework), *first, *ROWS, *last), reading)
 
 
 def _read_framework(reading: Reading) -> None:
@@ -46,9 +39,9 @@ def _read_framework(reading: Reading) -> None:
         reading.draft.choose("megatron-lm-2022", reading.source(found))
 
 
-def write_megatron(job: Job, *, script: bool = False) -> ConfigText:
+def write_megatron(job: Job, *, script: bool = False) -> key_table.ConfigText:
     """Write a job as arguments, one to a line, or as a shell script that launches them with torchrun."""
-    view = JobView(job)
+    view = key_table.JobView(job)
     view.write(ROWS)
     lines = []
     for name, value in view.settings.items():
@@ -75,13 +68,13 @@ def _read_expert_tp(reading: Reading) -> None:
         reading.assume("parallel.expert_tp", tp, f"experts have tensor parallelism of 1 or tp, got {expert_tp}")
 
 
-def _write_shards(view: JobView) -> None:
+def _write_shards(view: key_table.JobView) -> None:
     shards, dp = view["parallel.dp_shard"], view.job.parallel.dp
     if shards and shards < dp:
         view.put(num_distributed_optimizer_instances=dp // shards)
 
 
-def _write_gradients(view: JobView) -> None:
+def _write_gradients(view: key_table.JobView) -> None:
     kind, precision = view["parallel.gradient_dtype"], view.job.batch.precision
     narrow = precision in ("bf16", "fp8")
     view.put(accumulate_allreduce_grads_in_fp32=kind == "fp32", grad_reduce_in_bf16=kind == "model" and narrow)
@@ -93,7 +86,9 @@ def _read_stages(reading: Reading) -> None:
     """Virtual stages, and the layers of each stage if they are uneven."""
     layers, pp, layout = reading.get("model.layers"), reading.degree("pp"), reading.word(_LAYOUT)
     if layout and layers:
-        counts = [stage.count("t") for stage in repeated(re.sub(r"[\s,]", "", layout)).split("|")]  # Et|(tt|)*29|mL
+        counts = [
+            stage.count("t") for stage in key_table.repeated(re.sub(r"[\s,]", "", layout)).split("|")
+        ]  # Et|(tt|)*29|mL
         if not counts or len(counts) % pp or sum(counts) != layers:
             words = f"{len(counts)} stages of {sum(counts)} layers for pp {pp} and {layers} layers"
             reading.ignore(f"{reading.source(_LAYOUT)} {layout}: {words}")
@@ -107,7 +102,7 @@ def _read_stages(reading: Reading) -> None:
         chunks = max(1, layers // pp // each)
     if chunks and chunks > 1:
         reading.map("parallel.virtual_stages", chunks)
-    if layers and pp > 1 and pp * (chunks or 1) <= MOST_STAGES:
+    if layers and pp > 1 and pp * (chunks or 1) <= key_table.MOST_STAGES:
         _read_uneven_stages(reading, layers, pp, chunks or 1)
 
 
@@ -123,7 +118,7 @@ def _read_uneven_stages(reading: Reading, layers: int, pp: int, chunks: int) -> 
     names: tuple[str, ...]
     if embedding or loss:
         names, rest = _TABLES, (layers + embedding + loss) % (pp * chunks)
-        counts = even_stages(pp * chunks, layers, embedding, loss)
+        counts = key_table.even_stages(pp * chunks, layers, embedding, loss)
     elif first or last:
         # Counts are those of a rank, so that each of its virtual stages has an equal part.
         names, (even, rest) = _ENDS, divmod(layers - first - last, max(1, pp - bool(first) - bool(last)))
@@ -138,7 +133,7 @@ def _read_uneven_stages(reading: Reading, layers: int, pp: int, chunks: int) -> 
         reading.map("parallel.stage_layers", counts, *names)
 
 
-def _write_stages(view: JobView) -> None:
+def _write_stages(view: key_table.JobView) -> None:
     chunks, layers = view["parallel.virtual_stages"], view.stage_layers()
     uneven, t5 = len(set(layers)) > 1, view.job.model.family == "t5"
     view.refuse("parallel.schedule", view["parallel.schedule"] != "1f1b")
@@ -205,7 +200,7 @@ def _read_recompute(reading: Reading) -> None:
             reading.ignore(f"{reading.source('recompute_modules')} {others}: a job recomputes no such module")
 
 
-def _write_recompute(view: JobView) -> None:
+def _write_recompute(view: key_table.JobView) -> None:
     kind, every = view["parallel.recompute"], view["parallel.recompute_every"]
     view.put(recompute_granularity=kind if kind != "none" else None)
     if kind == "selective" and view["parallel.recompute_modules"]:
@@ -217,7 +212,7 @@ def _write_recompute(view: JobView) -> None:
         view.refuse("parallel.recompute_every", every > 1 and per_stage % every)
 
 
-def _write_offload(view: JobView) -> None:
+def _write_offload(view: key_table.JobView) -> None:
     layers, most = view["parallel.offload_layers"], view.job.model.total_layers - 1  # that Megatron-LM takes
     if view["parallel.offload_activations"] and view.job.parallel.pp == 1 and most:
         view.put(cpu_offloading=True, cpu_offloading_num_layers=min(layers or most, most))
@@ -227,12 +222,12 @@ def _write_offload(view: JobView) -> None:
         view.refuse("parallel.offload_layers", layers)
 
 
-def _write_image(view: JobView) -> None:
+def _write_image(view: key_table.JobView) -> None:
     patch, image = view.image()
     view.put(patch_dim=patch, img_h=image, img_w=image)
 
 
-def _write_positions(view: JobView) -> None:
+def _write_positions(view: key_table.JobView) -> None:
     view.put(max_position_embeddings=max(view["model.seq_len"], view["model.encoder_seq_len"]))
 
 
@@ -280,7 +275,7 @@ def _read_image(reading: Reading) -> None:
     reading.map("model.vocab", reading.positive("num_classes") or 1000, "num_classes")
 
 
-def _write_heads(view: JobView) -> None:
+def _write_heads(view: key_table.JobView) -> None:
     if view["model.kv_heads"] != view["model.heads"] and view.job.model.attention != "mla":
         view.put(group_query_attention=True, num_query_groups=view["model.kv_heads"])
 
@@ -290,7 +285,7 @@ def _read_experts(reading: Reading) -> None:
         reading.draft.drop("model.experts")
 
 
-def _write_expert_layers(view: JobView) -> None:
+def _write_expert_layers(view: key_table.JobView) -> None:
     dense, every, layers = view["model.dense_layers"], view["model.moe_every"], view["model.layers"]
     if dense and every == 1:
         view.put(moe_layer_freq=f"([0]*{dense}+[1]*{layers - dense})")
@@ -326,4 +321,4 @@ def _read_dropout(reading: Reading) -> None:
         reading.ignore(f"{words}: a job has one for both")
 
 
-ROWS = rows_of("megatron", globals())
+ROWS = key_table.rows_of("megatron", globals())

@@ -154,10 +154,9 @@ def write_plan(job: Job) -> ConfigText:
     ranks = job.table_ranks
     places = placements_of(job.model.tables, replace(job.sharding, partial_rows=False), ranks)
     if lost := [place.name for place in places if torchrec_type(place, ranks) is None]:
-        raise JobError(
-            f"torchrec cuts a table by rows over all {ranks.num} ranks or over the {ranks.per_node} of a node, and "
-            f"{len(lost)} lie on others ({', '.join(lost[:3])}): state sharding.partial_rows = false"
-        )
+        rule = f"torchrec cuts a table by rows over all {ranks.num} ranks or over the {ranks.per_node} of a node"
+        found = f"{len(lost)} lie on others ({', '.join(lost[:3])})"
+        raise JobError(f"{rule}, and {found}: state sharding.partial_rows = false")
     plan = plan_tables(job.model.tables, places, ranks)
     note = "the key of the plan is the path of the EmbeddingBagCollection in the model: rename it"
     return ConfigText(text=json.dumps(plan, indent=1) + "\n", suffix=".json", notes=(note,))

@@ -71,10 +71,8 @@ def read_facts(folder: Path, stem: str) -> dict[str, Any]:
         graph = _graph(tree, *(read_parquet(Path(folder) / f"{stem}.{name}.parquet") for name in ("nodes", "edges")))
         check_sizes(graph["works"], "an imported graph")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
-        raise TraceError(
-            f"{path} must be an imported graph with its tables, got {error}; if another version of stepsight wrote it, "
-            "import the trace again"
-        ) from None
+        advice = "if another version of stepsight wrote it, import the trace again"
+        raise TraceError(f"{path} must be an imported graph with its tables, got {error}; {advice}") from None
     check_graph(graph, path)
     return graph
 

@@ -99,10 +99,8 @@ class Program:
         self.nodes, self.edges, self.label = tuple(nodes), tuple(edges), label
         for before, after, why in self.edges:
             if not 0 <= before < after < len(self.nodes):
-                raise ValueError(
-                    f"an edge must go from an earlier to a later node of {len(self.nodes)}, "
-                    f"got {before} -> {after} ({why.value})"
-                )
+                rule = f"an edge must go from an earlier to a later node of {len(self.nodes)}"
+                raise ValueError(f"{rule}, got {before} -> {after} ({why.value})")
 
     @classmethod
     def of_columns(cls, **given: Any) -> Program:

@@ -140,10 +140,9 @@ def _read_facts(path: str, version: tuple[int, int]) -> tuple[Mapping[str, Hardw
         facts["memory_bytes"] = hardware.memory_bytes, "byte"
         for name, (value, unit) in facts.items():
             if value < LEAST_FACT:  # in units that are 10^9 or 10^12 times too large, as TFLOP/s and Gbyte/s
-                raise JobError(
-                    f"{path}: hardware {hardware.name:.80}: {name} is in {unit}, of which a device has {LEAST_FACT:g} "
-                    f"at least: write {value:g}e9 or {value:g}e12 in place of {value:g}"
-                )
+                rule = f"{name} is in {unit}, of which a device has {LEAST_FACT:g} at least"
+                advice = f"write {value:g}e9 or {value:g}e12 in place of {value:g}"
+                raise JobError(f"{path}: hardware {hardware.name:.80}: {rule}: {advice}")
     return found
 
 
@@ -155,9 +154,8 @@ def usual_fabric(hardware: str) -> str:
     usual: dict[str, str] = preset("hardware.toml")["usual_fabric"]
     found = next((fabric for needed, fabric in usual.items() if words.issuperset(needed.split())), None)
     if found is None and find_hardware(hardware) is None:
-        raise JobError(
-            f"cluster.{unknown_hardware(hardware)}; for hardware that only a predictor knows, state cluster.fabric too"
-        )
+        rule = "for hardware that only a predictor knows, state cluster.fabric too"
+        raise JobError(f"cluster.{unknown_hardware(hardware)}; {rule}")
     if found is None:
         beside = "a [fabric.NAME] in its file, " if hardware.endswith(SUFFIXES) else ""
         raise JobError(

@@ -113,9 +113,8 @@ class Hardware:
         if not self.peak_flops:
             raise JobError(f"{us} peak_flops must state a peak of one dtype at least, got none")
         if strange := sorted(set(self.peak_flops) - set(DTYPE_BYTES)):
-            raise JobError(
-                f"{us} peak_flops must name dtypes of {', '.join(DTYPE_BYTES)}, got {', '.join(strange):.80}"
-            )
+            rule = f"peak_flops must name dtypes of {', '.join(DTYPE_BYTES)}"
+            raise JobError(f"{us} {rule}, got {', '.join(strange):.80}")
         if unknown := sorted(set(self.host_kinds_s) - set(OP_KINDS) - set(COLLECTIVE_KINDS)):
             raise JobError(f"{us} host_kinds_s names ops and collectives, got {', '.join(unknown):.200}")
 
@@ -265,10 +264,9 @@ def _link(key: str, link: Any) -> Link:
     """A link from its table."""
     optional = {*LINK_KEYS, "ll128"} - set(_NEEDED)
     if not isinstance(link, dict) or set(link) - optional != set(_NEEDED):
-        raise JobError(
-            f"fabric.{key} must be a table of bandwidth_gbytes_per_s (per device, per direction) and latency_us, and "
-            f"may have {', '.join(sorted(optional))}, got {link!r:.80}"
-        )
+        needed = "bandwidth_gbytes_per_s (per device, per direction) and latency_us"
+        rule = f"must be a table of {needed}, and may have {', '.join(sorted(optional))}"
+        raise JobError(f"fabric.{key} {rule}, got {link!r:.80}")
     if not isinstance(link.get("ll128", True), bool):
         raise JobError(f"fabric.{key}.ll128 must be true or false, got {link['ll128']!r:.80}")
     values: dict[str, Any] = {}

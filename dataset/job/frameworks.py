@@ -297,7 +297,5 @@ def attention_of(text: str) -> str:
         found = re.match(rf"(?<![a-z]){pattern}(?![a-z])", text.strip().lower())
         if found:
             return str(generation.format(*found.groups()))
-    raise JobError(
-        "attention must be unfused, FlashAttention 1 to 3 (flash-attn 2.5.8), cuDNN 9 or later, sdpa or triton, "
-        f"got {text!r:.80}"
-    )
+    rule = "unfused, FlashAttention 1 to 3 (flash-attn 2.5.8), cuDNN 9 or later, sdpa or triton"
+    raise JobError(f"attention must be {rule}, got {text!r:.80}")

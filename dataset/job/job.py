@@ -283,9 +283,8 @@ class Job(JobTables):
             raise JobError(f"a job file ends in .toml or .json, got {str(path)!r:.80}: {others}")
         tables = read_document(path, f"job file {path}")
         if not isinstance(tables, dict):
-            raise JobError(
-                f"{path} must hold tables [model], [parallel], [batch], [cluster], got {type(tables).__name__}"
-            )
+            rule = "must hold tables [model], [parallel], [batch], [cluster]"
+            raise JobError(f"{path} {rule}, got {type(tables).__name__}")
         _resolve_paths(tables, path.parent)
         if framework:
             tables["framework"] = framework

@@ -9,14 +9,7 @@ from operator import attrgetter
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import preset
 from stepsight.dataset.base.registry import Registry, did_you_mean
-from stepsight.dataset.hardware.hardware import (
-    Fabric,
-    fabric_from_dict,
-    find_fabric,
-    find_hardware,
-    hardware_name,
-    usual_fabric,
-)
+from stepsight.dataset.hardware import hardware
 from stepsight.dataset.harness.base import parallel_rules
 from stepsight.dataset.harness.base.parallel_rules import Rules
 from stepsight.dataset.job import specs
@@ -57,7 +50,7 @@ class JobTables:
     def table_ranks(self) -> Ranks:
         """The ranks that share the embedding tables, and what a byte costs them."""
         near, links = min(self.cluster.devices_per_node, self.parallel.dp), self.fabric
-        facts = find_hardware(self.cluster.hardware)
+        facts = hardware.find_hardware(self.cluster.hardware)
         memory = facts.memory_bandwidth_bytes_per_s * facts.memory_efficiency if facts else 2e12
         return Ranks(
             self.parallel.dp,
@@ -72,10 +65,12 @@ class JobTables:
         )
 
     @cached_property
-    def fabric(self) -> Fabric:
+    def fabric(self) -> hardware.Fabric:
         """The links of the cluster."""
-        value = self.cluster.fabric or usual_fabric(self.cluster.hardware)
-        return find_fabric(value) if isinstance(value, str) else fabric_from_dict("custom", dict(value))
+        value = self.cluster.fabric or hardware.usual_fabric(self.cluster.hardware)
+        return (
+            hardware.find_fabric(value) if isinstance(value, str) else hardware.fabric_from_dict("custom", dict(value))
+        )
 
 
 def broken_rules(job: JobTables) -> Rules:
@@ -127,7 +122,7 @@ def _choices(rules: Rules, job: JobTables) -> None:
     rules.require(bool(job.cluster.hardware), "cluster.hardware must name a device, got ''")
     try:
         for name in (job.cluster.hardware, *(other.hardware for other in job.cluster.mixed)):
-            hardware_name(name)
+            hardware.hardware_name(name)
         _ = job.fabric
     except JobError as error:
         rules.append(str(error))

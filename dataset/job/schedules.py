@@ -133,10 +133,8 @@ def _check_arrays(name: str, made: Schedule) -> None:
             raise JobError(f"schedule {name}: {what} must be whole numbers of shape (n, {columns}), got {told}")
     places = made.placement
     if places.min() < 0 or places[:, 0].max() >= made.num_stages or len(set(map(tuple, places.tolist()))) < len(places):
-        raise JobError(
-            f"schedule {name}: placement must give every part a stage < {made.num_stages} and a chunk >= 0 of its own, "
-            f"got {places.tolist()!s:.80}"
-        )
+        rule = f"placement must give every part a stage < {made.num_stages} and a chunk >= 0 of its own"
+        raise JobError(f"schedule {name}: {rule}, got {places.tolist()!s:.80}")
     if not isinstance(made.fused, tuple) or len(made.fused) not in (0, made.num_stages):
         raise JobError(f"schedule {name}: fused must be empty or hold an array for each stage, got {made.fused!r:.80}")
 
@@ -260,11 +258,9 @@ def _round(num_stages: int, num_micro_batches: int, virtual_stages: int, name: s
         return num_micro_batches
     rounds = max(1, num_micro_batches // num_stages)
     if num_micro_batches % rounds:
-        raise JobError(
-            f"schedule {name} runs micro-batches in equal rounds of at least one per stage: "
-            "num_micro_batches % (num_micro_batches // pp) must be 0, "
-            f"got {num_micro_batches} % ({num_micro_batches} // {num_stages}) = {num_micro_batches % rounds}"
-        )
+        rule = f"schedule {name} runs micro-batches in equal rounds of at least one per stage"
+        found = f"{num_micro_batches} % ({num_micro_batches} // {num_stages}) = {num_micro_batches % rounds}"
+        raise JobError(f"{rule}: num_micro_batches % (num_micro_batches // pp) must be 0, got {found}")
     return num_micro_batches // rounds
 
 
@@ -308,10 +304,8 @@ def dualpipev(num_stages: int, num_micro_batches: int, virtual_stages: int = 2) 
     Its overlapped pairs are a forward and then a backward here, marked as ``fused``.
     """
     if num_micro_batches < 2 * num_stages:
-        raise JobError(
-            "schedule dualpipev needs num_micro_batches >= 2 * pp, "
-            f"got {num_micro_batches} < 2 * {num_stages} = {2 * num_stages}"
-        )
+        found = f"{num_micro_batches} < 2 * {num_stages} = {2 * num_stages}"
+        raise JobError(f"schedule dualpipev needs num_micro_batches >= 2 * pp, got {found}")
     words = []
     for stage in range(num_stages):
         below = num_stages - stage - 1

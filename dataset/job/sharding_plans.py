@@ -21,28 +21,14 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import preset, read_document
 from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.harness.base.parallel_rules import Rules
+from stepsight.dataset.job import sharding
 from stepsight.dataset.job.model_spec import ModelSpec, TableSpec
-from stepsight.dataset.job.sharding import (
-    COLUMN,
-    LOCATIONS,
-    ON_HOST,
-    PARAMETERS,
-    REPLICATED,
-    ROW,
-    STATES,
-    TABLE,
-    TABLE_ROW,
-    Ranks,
-    ShardingSpec,
-    TablePlacement,
-    placements_of,
-    shard_amounts,
-    table_bytes,
-    table_names,
-)
 
-_TYPES = {kind.replace("-", "_"): kind for kind in (TABLE, ROW, COLUMN, TABLE_ROW, REPLICATED)}
-_TYPES |= {"table_column_wise": COLUMN}
+_TYPES = {
+    kind.replace("-", "_"): kind
+    for kind in (sharding.TABLE, sharding.ROW, sharding.COLUMN, sharding.TABLE_ROW, sharding.REPLICATED)
+}
+_TYPES |= {"table_column_wise": sharding.COLUMN}
 _KERNELS = {"fused": "hbm", "dense": "hbm", "fused_uvm_caching": "uvm", "fused_uvm": "host"}
 # Fields of ``ModelSpec``.
 TABLE_FIELDS = ("tables", "dense_features", "bottom_mlp", "top_mlp", "interaction", "cross_layers", "cross_rank")
@@ -54,7 +40,7 @@ MOST_ROWS, MOST_WIDTH, MOST_NUMBER, MOST_BINS = 2**40, 2**20, 10_000, 40
 _PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
 
 
-def read_plan(path: str | Path) -> tuple[TablePlacement, ...]:
+def read_plan(path: str | Path) -> tuple[sharding.TablePlacement, ...]:
     """Read torchrec's plan from a JSON file.
 
     Raises:
@@ -63,9 +49,9 @@ def read_plan(path: str | Path) -> tuple[TablePlacement, ...]:
     return placements_in(read_document(Path(path), f"the plan {path}"), str(path))
 
 
-def placements_in(plan: Any, path: str) -> tuple[TablePlacement, ...]:
+def placements_in(plan: Any, path: str) -> tuple[sharding.TablePlacement, ...]:
     """Placements in a plan of plain values; ``path``: where it is from, for messages."""
-    found, tables = list[TablePlacement](), [plan]
+    found, tables = list[sharding.TablePlacement](), [plan]
     for table in tables:
         for name, value in table.items() if isinstance(table, Mapping) else ():
             if isinstance(value, Mapping) and "sharding_type" in value:
@@ -77,14 +63,12 @@ def placements_in(plan: Any, path: str) -> tuple[TablePlacement, ...]:
     return tuple(found)
 
 
-def _placement(name: str, entry: Mapping[str, Any], where: str) -> TablePlacement:
+def _placement(name: str, entry: Mapping[str, Any], where: str) -> sharding.TablePlacement:
     """One table of a plan; its shards have one size, as far as the table reaches: so they are timed."""
     named, kernel = str(entry.get("sharding_type")), str(entry.get("compute_kernel", "fused"))
     if named not in _TYPES or kernel not in _KERNELS:
-        raise JobError(
-            f"{where}: sharding_type must be one of {', '.join(_TYPES)} and compute_kernel one of "
-            f"{', '.join(_KERNELS)}, got {named!r:.40} and {kernel!r:.40}"
-        )
+        rule = f"sharding_type must be one of {', '.join(_TYPES)} and compute_kernel one of {', '.join(_KERNELS)}"
+        raise JobError(f"{where}: {rule}, got {named!r:.40} and {kernel!r:.40}")
     kind, spec, stated = _TYPES[named], entry.get("sharding_spec"), entry.get("ranks")
     held = spec.get("shards") if isinstance(spec, Mapping) else None
     shards = held if isinstance(held, list) else []
@@ -95,12 +79,12 @@ def _placement(name: str, entry: Mapping[str, Any], where: str) -> TablePlacemen
     if isinstance(stated, list) and {*map(str, stated)} != {*map(str, ranks or ())}:
         raise JobError(f"{where}: ranks and places of shards must agree, got {stated!r:.80}")
     each = [size for one in shards if isinstance(one, Mapping) and (size := one.get("shard_sizes")) is not None]
-    sizes = [size[kind == COLUMN] if isinstance(size, list) and len(size) == 2 else None for size in each]
+    sizes = [size[kind == sharding.COLUMN] if isinstance(size, list) and len(size) == 2 else None for size in each]
     numbers = [size for size in sizes if type(size) is int and size >= 0]
     if len(numbers) < len(sizes) or (numbers and numbers != _cut(sum(numbers), numbers[0], len(numbers))):
         raise JobError(f"{where}: shards must be of one size, the last ones smaller, got {sizes!r:.80}")
-    own = () if kind == REPLICATED else tuple(ranks or ())
-    return TablePlacement(name=name, kind=kind, ranks=own, location=_KERNELS[kernel])
+    own = () if kind == sharding.REPLICATED else tuple(ranks or ())
+    return sharding.TablePlacement(name=name, kind=kind, ranks=own, location=_KERNELS[kernel])
 
 
 def _cut(whole: int, each: int, count: int) -> list[int]:
@@ -108,17 +92,19 @@ def _cut(whole: int, each: int, count: int) -> list[int]:
     return [max(0, min(each, whole - number * each)) for number in range(count)]
 
 
-def torchrec_type(place: TablePlacement, ranks: Ranks) -> str | None:
+def torchrec_type(place: sharding.TablePlacement, ranks: sharding.Ranks) -> str | None:
     """torchrec's type of a placement; None: it cuts by rows over all ranks or a node alone."""
-    if place.kind not in (ROW, TABLE_ROW) or (place.kind == ROW and len(place.ranks) == ranks.num):
+    if place.kind not in (sharding.ROW, sharding.TABLE_ROW) or (
+        place.kind == sharding.ROW and len(place.ranks) == ranks.num
+    ):
         return place.kind.replace("-", "_")
     node = place.ranks[0] // ranks.per_node
     of_node = range(node * ranks.per_node, (node + 1) * ranks.per_node)
-    return TABLE_ROW.replace("-", "_") if place.ranks == tuple(of_node) else None
+    return sharding.TABLE_ROW.replace("-", "_") if place.ranks == tuple(of_node) else None
 
 
 def plan_tables(
-    tables: Sequence[TableSpec], places: Sequence[TablePlacement], ranks: Ranks, module: str = ""
+    tables: Sequence[TableSpec], places: Sequence[sharding.TablePlacement], ranks: sharding.Ranks, module: str = ""
 ) -> dict[str, Any]:
     """Placements as torchrec's plan, plain values for JSON.
 
@@ -131,10 +117,10 @@ def plan_tables(
     for table, place in zip(tables, places, strict=True):
         found[place.name] = {
             "sharding_type": torchrec_type(place, ranks) or place.kind.replace("-", "_"),
-            "compute_kernel": "dense" if place.kind == REPLICATED else kernels[place.location],
+            "compute_kernel": "dense" if place.kind == sharding.REPLICATED else kernels[place.location],
             "ranks": list(place.ranks),
         }
-        count, by_columns, shards, first = len(place.ranks), place.kind == COLUMN, list[dict[str, Any]](), 0
+        count, by_columns, shards, first = len(place.ranks), place.kind == sharding.COLUMN, list[dict[str, Any]](), 0
         whole = table.dim if by_columns else table.rows
         for rank, size in zip(place.ranks, _cut(whole, -(-whole // max(count, 1)), count), strict=True):
             sizes, offsets = ([table.rows, size], [0, first]) if by_columns else ([size, table.dim], [first, 0])
@@ -202,7 +188,7 @@ def _cell(key: str, text: str) -> Any:
 
 def check_tables(rules: Rules, model: ModelSpec) -> None:
     """The rules of a recommendation model."""
-    tables, names = model.tables, table_names(model.tables)
+    tables, names = model.tables, sharding.table_names(model.tables)
     rules.require(
         0 < len(tables) <= MOST_NUMBER,
         f"model.tables of a dlrm must be 1 to {MOST_NUMBER} tables, each with rows and dim, got {len(tables)}",
@@ -235,13 +221,15 @@ def check_tables(rules: Rules, model: ModelSpec) -> None:
     )
 
 
-def check_sharding(rules: Rules, model: ModelSpec, spec: ShardingSpec, ranks: Ranks, hardware: Any) -> None:
+def check_sharding(
+    rules: Rules, model: ModelSpec, spec: sharding.ShardingSpec, ranks: sharding.Ranks, hardware: Any
+) -> None:
     """The rules of a sharding: every table of a plan is there, on ranks that there are, and fits them somewhere."""
-    names = table_names(model.tables)
+    names = sharding.table_names(model.tables)
     stated, sizes = Counter(place.name for place in spec.tables), dict[str, str]()
     named = dict(zip(names, model.tables, strict=True))
     for name, table in named.items():
-        size = table_bytes(table, spec.optimizer)
+        size = sharding.table_bytes(table, spec.optimizer)
         sizes[name] = f"table {name!r:.80} ({table.rows} x {table.dim}, {size:.0f} bytes with its optimizer's state)"
         rules.require(not spec.plan or name in stated, f"the plan {spec.plan!r:.80} misses {sizes[name]}")
         rules.require(stated[name] < 2, f"a plan places each table once, got {stated[name]} times {sizes[name]}")
@@ -250,23 +238,25 @@ def check_sharding(rules: Rules, model: ModelSpec, spec: ShardingSpec, ranks: Ra
         not strange, f"a plan places tables of the model ({', '.join(names):.200}), got {', '.join(strange):.80}"
     )
     for place in spec.tables if not strange else ():
-        count, by_columns = len(place.ranks), place.kind == COLUMN
-        known = place.kind in _TYPES.values() and place.location in LOCATIONS
-        many = {TABLE: count == 1, REPLICATED: count == 0}.get(place.kind, count >= 1)
+        count, by_columns = len(place.ranks), place.kind == sharding.COLUMN
+        known = place.kind in _TYPES.values() and place.location in sharding.LOCATIONS
+        many = {sharding.TABLE: count == 1, sharding.REPLICATED: count == 0}.get(place.kind, count >= 1)
         rules.require(
             known and many and all(0 <= rank < ranks.num for rank in place.ranks),
             f"{sizes[place.name]}: kind must be one of {', '.join(_TYPES.values())}, location one of "
-            f"{', '.join(LOCATIONS)}, and ranks must lie from 0 to {ranks.num - 1}, one for table-wise and none for "
-            f"data-parallel, got {place.kind!r:.40}, {place.location!r:.40} and {place.ranks!s:.80}",
+            f"{', '.join(sharding.LOCATIONS)}, and ranks must lie from 0 to {ranks.num - 1}, one for table-wise and "
+            f"none for data-parallel, got {place.kind!r:.40}, {place.location!r:.40} and {place.ranks!s:.80}",
         )
         rules.require(
             not by_columns or not many or (count - 1) * -(-named[place.name].dim // count) < named[place.name].dim,
             f"{sizes[place.name]}: each column shard must have a column, got {count} shards",
         )
     facts = find_hardware(hardware)
-    for table, place in zip(model.tables, placements_of(model.tables, spec, ranks), strict=True) if not rules else ():
-        amounts = shard_amounts(table, place.kind, place.shards, place.location, ranks, spec)
-        held = amounts[PARAMETERS] + amounts[STATES]
+    for table, place in (
+        zip(model.tables, sharding.placements_of(model.tables, spec, ranks), strict=True) if not rules else ()
+    ):
+        amounts = sharding.shard_amounts(table, place.kind, place.shards, place.location, ranks, spec)
+        held = amounts[sharding.PARAMETERS] + amounts[sharding.STATES]
         most = facts.memory_bytes if facts is not None else held
         name = sizes[table.name or place.name]
         rules.require(
@@ -274,5 +264,5 @@ def check_sharding(rules: Rules, model: ModelSpec, spec: ShardingSpec, ranks: Ra
             f"{name} fits no device: a shard of {held:.0f} bytes as {place.kind} over {place.shards} ranks, a device "
             f"has {most:.0f}; shard it by rows or columns, or put it in uvm or host memory",
         )
-        on_host = amounts[ON_HOST] * ranks.per_node
+        on_host = amounts[sharding.ON_HOST] * ranks.per_node
         rules.require(on_host <= MOST_HOST_BYTES, f"{name} fits no host: {on_host:.0f} bytes of {MOST_HOST_BYTES:.0f}")

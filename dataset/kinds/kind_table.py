@@ -150,10 +150,8 @@ class OpKind:
         for field_name, names in (("flags", self.flags), ("aligned", self.aligned), ("padded", (self.padded,))):
             strange = [name for name in names if name and name not in self.dim_names]
             if strange:
-                raise StepsightError(
-                    f"op kind {self.name!r}: {field_name} must be among {', '.join(self.dim_names)}, "
-                    f"got {', '.join(map(str, strange))}"
-                )
+                rule = f"{field_name} must be among {', '.join(self.dim_names)}"
+                raise StepsightError(f"op kind {self.name!r}: {rule}, got {', '.join(map(str, strange))}")
         for name, (count, low, rule) in _FUNCTIONS.items():
             if getattr(self, name) is not None or name not in ("operands", "grid"):
                 self._check_function(name, count, low, rule)

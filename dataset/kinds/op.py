@@ -77,10 +77,8 @@ class Collective:
     def __post_init__(self) -> None:
         _ = _COLLECTIVES[self.kind]  # it is known
         if self.group_size < 2 or not 1 <= self.ranks_per_node <= self.group_size or self.num_bytes < 0:
-            raise ValueError(
-                "a collective needs num_bytes >= 0, group_size >= 2 and 1 <= ranks_per_node <= group_size, got "
-                f"{self.num_bytes}, {self.group_size}, {self.ranks_per_node}"
-            )
+            rule = "a collective needs num_bytes >= 0, group_size >= 2 and 1 <= ranks_per_node <= group_size"
+            raise ValueError(f"{rule}, got {self.num_bytes}, {self.group_size}, {self.ranks_per_node}")
 
     @property
     def record(self) -> CollectiveKind:

@@ -20,16 +20,7 @@ from stepsight.dataset.kinds import benchmark_names
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective, Op
 from stepsight.dataset.runs.run_folder import read_collection, read_event_file
 from stepsight.dataset.runs.run_manifest import read_object
-from stepsight.dataset.tables import nccl_tests, published
-from stepsight.dataset.tables.measurements import (
-    NO_TIME,
-    Line,
-    Measurements,
-    Rows,
-    SourceFile,
-    device_name,
-    read_csv,
-)
+from stepsight.dataset.tables import measurements, nccl_tests, published
 
 _VERSIONS = ("cuda", "nccl", "driver")
 _WORDS = preset("table_names.toml")["csv"]
@@ -41,7 +32,7 @@ _NAMES = ("op", "kind", "operation", "kernel")
 _SIZES = ("m", "n", "k")
 
 
-def read_own(rows: Rows) -> None:
+def read_own(rows: measurements.Rows) -> None:
     """A user's own table: CSV with one row for each measurement.
 
     Columns ``op, dims, dtype, microseconds`` for ops (dims as ``4096x4096x1024``, in the order of the kind's
@@ -53,7 +44,7 @@ def read_own(rows: Rows) -> None:
     ``alltoall``.
     """
     named, time = "", ""
-    for line in read_csv(rows, ()):
+    for line in measurements.read_csv(rows, ()):
         if line.number == 1 or not named:
             named, time = _own_header(rows, line)
         with rows.row(line.number):
@@ -68,11 +59,11 @@ def read_own(rows: Rows) -> None:
             versions = [f"{name} {text}" for name in _VERSIONS if (text := line.cells.get(name, "").strip())]
             told["software"] = " ".join(filter(None, [told["software"], *versions]))
             rows.add(work, line.real(time) * TIMES[time], **told)
-    if not len(rows) and rows.skipped.keys() <= {NO_TIME}:
+    if not len(rows) and rows.skipped.keys() <= {measurements.NO_TIME}:
         raise rows.error(f"a table must hold a row with a time, got none ({rows.skipped.total()} rows without)")
 
 
-def _own_header(rows: Rows, line: Line) -> tuple[str, str]:
+def _own_header(rows: measurements.Rows, line: measurements.Line) -> tuple[str, str]:
     """Columns of a user's own table that name the op and that hold the time."""
     named = next((name for name in _NAMES if name in line.cells), "")
     if not named:
@@ -94,7 +85,7 @@ def _kind(word: str) -> str:
     return "linear" if plain in _WORDS["products"] else names.get(plain.replace("_", ""), names.get(plain, word))
 
 
-def _op(line: Line, kind: str) -> Op:
+def _op(line: measurements.Line, kind: str) -> Op:
     sizes = line.text("dims") if "dims" in line.cells else "x".join(line.text(name) for name in _SIZES)
     numbers = re.split(r"[x*,;\s\u00d7]+", sizes.lower().strip("()[] "))
     if not all(re.fullmatch(r"\d+", number) for number in numbers):
@@ -107,7 +98,7 @@ def _op(line: Line, kind: str) -> Op:
     return work
 
 
-def _collective(line: Line, kind: str) -> Collective:
+def _collective(line: measurements.Line, kind: str) -> Collective:
     size, ranks, per_node = line.whole("num_bytes"), line.whole("group_size", 2), line.whole("ranks_per_node")
     if ranks % per_node:
         raise ValueError(f"ranks_per_node must divide group_size, got {ranks} % {per_node}")
@@ -118,7 +109,7 @@ def _collective(line: Line, kind: str) -> Collective:
 class Format:
     """A format of tables of measurements; a user adds one with ``FORMATS.register``."""
 
-    read: Callable[[Rows], None]  # reads a file into rows
+    read: Callable[[measurements.Rows], None]  # reads a file into rows
     names: str  # pattern of the paths, within a folder, of the files that are read
     licence: str  # SPDX identifier under which it was published; "unknown" for what users measured
 
@@ -153,7 +144,7 @@ _LICENCES = {"Apache License": "Apache-2.0", "Permission is hereby granted, free
 _NO_DATA = re.compile(r"(^|/)(LICENSE|NOTICE|README|SOURCE)[^/]*$|\.(md|yaml)$|(^|/)\.")
 
 
-def read_table(name: str, path: Path) -> Measurements:
+def read_table(name: str, path: Path) -> measurements.Measurements:
     """Measurements of a file, or of all files of a folder with the format; those that cannot be read are counted."""
     path, form = Path(path), FORMATS[name]
     if path.is_file():
@@ -179,7 +170,7 @@ def read_table(name: str, path: Path) -> Measurements:
         raise broken[0]
     if broken:
         others[f"a file that cannot be read, such as {broken[0]!s:.200}"] = len(broken)
-    found = Measurements.concat(tables)
+    found = measurements.Measurements.concat(tables)
     return replace(found, skipped=dict(Counter(found.skipped) + others))
 
 
@@ -194,8 +185,8 @@ def check_table_output(name: str, path: Path, out: Path) -> None:
         raise TableError(f"measurements are not written over what they are read from, got {out} for those of {path}")
 
 
-def _read_file(name: str, path: Path, place: str, root: Path) -> Measurements:
-    rows = Rows(path)
+def _read_file(name: str, path: Path, place: str, root: Path) -> measurements.Measurements:
+    rows = measurements.Rows(path)
     try:
         FORMATS[name].read(rows)
     except StepsightError:
@@ -207,10 +198,10 @@ def _read_file(name: str, path: Path, place: str, root: Path) -> Measurements:
     if nearest := next((folder / "LICENSE" for folder in above if (folder / "LICENSE").is_file()), None):
         head = read_file(nearest).decode("utf-8", "replace")
         licence = next((name for phrase, name in _LICENCES.items() if phrase in head), licence)
-    return rows.table(f"{name}/{place}", SourceFile(licence, digest_files([path])))
+    return rows.table(f"{name}/{place}", measurements.SourceFile(licence, digest_files([path])))
 
 
-def read_collection_table(folder: Path) -> Measurements:
+def read_collection_table(folder: Path) -> measurements.Measurements:
     """A collection of the harness as a table of the same form as public ones: every event and every traced node.
 
     One row is one measurement: of a signature alone (source ``events/<name>``), or of a node within a training step
@@ -218,17 +209,17 @@ def read_collection_table(folder: Path) -> Measurements:
     """
     collection = read_collection(Path(folder))
     rows: list[tuple[Op | Collective, float, str, str, str]] = []
-    files: dict[str, SourceFile] = {}
+    files: dict[str, measurements.SourceFile] = {}
     skipped: Counter[str] = Counter()
     for path in collection.events:
         file, tree, source = read_event_file(path), read_object(path), f"events/{path.stem}"
-        files[source] = SourceFile("unknown", digest_files([path]))
+        files[source] = measurements.SourceFile("unknown", digest_files([path]))
         origin = _origin(tree.get("fingerprint", {}), tree.get("versions", {}))
         rows += [(work, seconds, *origin, source) for work, seconds in zip(file.works, file.seconds, strict=True)]
     for trace in collection.traces():
         manifest, origin = trace.manifest, _origin(trace.manifest.fingerprint, trace.manifest.versions)
         traced = [manifest.folder / formats["kineto"] for formats in manifest.traces.values() if "kineto" in formats]
-        file_of = SourceFile("unknown", digest_files([manifest.folder / "manifest.json", *traced]))
+        file_of = measurements.SourceFile("unknown", digest_files([manifest.folder / "manifest.json", *traced]))
         for segment in trace.segments():
             source = f"runs/{manifest.name}/rank{segment.rank}/{segment.label}"
             for node, seconds in zip(segment.program.nodes, segment.slot_s.tolist(), strict=True):
@@ -239,11 +230,13 @@ def read_collection_table(folder: Path) -> Measurements:
                     files[source] = file_of
     works, seconds_of, device, software, source_of = zip(*rows, strict=True) if rows else ((), (), (), (), ())
     nowhere = ("",) * len(rows)
-    return Measurements(works, np.array(seconds_of, float), device, nowhere, software, source_of, files, skipped)
+    return measurements.Measurements(
+        works, np.array(seconds_of, float), device, nowhere, software, source_of, files, skipped
+    )
 
 
 def _origin(fingerprint: Any, versions: Any) -> tuple[str, str]:
     """Return the device and the software; "" where the file does not say them."""
     device = fingerprint.get("device", "") if isinstance(fingerprint, Mapping) else ""
     torch = versions.get("torch", "") if isinstance(versions, Mapping) else ""
-    return device_name(str(device)), f"torch {torch}" if torch else ""
+    return measurements.device_name(str(device)), f"torch {torch}" if torch else ""

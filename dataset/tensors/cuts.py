@@ -49,9 +49,8 @@ class Cutting(Generic[Step]):
             rows = program.shapes[given[0]][:1] if given else ()
             outer = program.num_micro  # a replica takes its part of each micro-batch
             if not rows or rows[0] % (outer * count):
-                raise CaptureError(
-                    f"the batch must be a multiple of {outer * count} to be cut, got inputs of {rows} rows"
-                )
+                rule = f"the batch must be a multiple of {outer * count} to be cut"
+                raise CaptureError(f"{rule}, got inputs of {rows} rows")
             self._arriving = {name: (0, outer) for name in given if program.shapes[name][:1] == rows}
 
     def program(self) -> Step:
@@ -285,8 +284,7 @@ def _stages(program: TensorStep, stages: int) -> list[int]:
         near = np.flatnonzero(np.abs(done - stage / stages) < 0.3 / stages)
         near = near[near > borders[-1]]
         if not len(near):
-            raise CaptureError(
-                f"{stages} stages must each have near an equal share of the FLOP, which {count} calls do not give"
-            )
+            rule = f"{stages} stages must each have near an equal share of the FLOP"
+            raise CaptureError(f"{rule}, which {count} calls do not give")
         borders.append(int(min(near, key=lambda place: (crossing[place], abs(done[place] - stage / stages)))))
     return [sum(border <= origin for border in borders[1:]) for origin in range(count)]

@@ -35,10 +35,9 @@ class JobReader(ModelReader):
         model, batch = job.model, job.batch
         heads_differ = model.head_dim and model.head_dim * model.heads != model.hidden
         if model.family not in FAMILIES or model.experts or model.attention != "mha" or heads_differ:
-            raise CaptureError(
-                f"a tensor program must be of a dense decoder ({' or '.join(FAMILIES)}) whose heads make its width, "
-                f"got {job.model_name} of family {model.family!r:.40}: export the model, and load the file"
-            )
+            rule = f"must be of a dense decoder ({' or '.join(FAMILIES)}) whose heads make its width"
+            found = f"{job.model_name} of family {model.family!r:.40}"
+            raise CaptureError(f"a tensor program {rule}, got {found}: export the model, and load the file")
         if model.layers > MOST_LAYERS:
             raise CaptureError(f"a tensor program must have at most {MOST_LAYERS} layers, got {model.layers}")
         self._model, self._rows = model, batch.global_batch

@@ -18,21 +18,12 @@ from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.capture.captured import Captured
 from stepsight.dataset.job.job import Job, JobLike
 from stepsight.dataset.kinds.op import MOST_SIZE, check_sizes
+from stepsight.dataset.tensors import ranks
 from stepsight.dataset.tensors.calls import POINTWISE, Array, Shape, Shapes, TensorCall
 from stepsight.dataset.tensors.cuts import Cutting, staged
 from stepsight.dataset.tensors.exported_reader import open_exported
 from stepsight.dataset.tensors.job_reader import JobReader
 from stepsight.dataset.tensors.onnx_reader import open_onnx
-from stepsight.dataset.tensors.ranks import (
-    PRECISIONS,
-    Spec,
-    TensorStep,
-    check_counts,
-    ops_of,
-    rank_of,
-    with_backward,
-    with_replicas,
-)
 from stepsight.dataset.tensors.readers import named
 
 READERS = MappingProxyType({".onnx": open_onnx, ".pt2": open_exported})
@@ -43,13 +34,13 @@ def is_model(path: Path) -> bool:
     return path.suffix.lower() in READERS
 
 
-def read_step(path: Path, dims: Mapping[str, int] | None, precision: str, *, whole: bool = True) -> TensorStep:
+def read_step(path: Path, dims: Mapping[str, int] | None, precision: str, *, whole: bool = True) -> ranks.TensorStep:
     """Read the forward of a model, as ``TensorProgram.load``; ``whole``: a shape that is not known is an error."""
     if not is_model(path) or not path.is_file():
         raise CaptureError(f"a model must be a file .onnx or .pt2, got {str(path)!r:.200}")
-    if precision not in ("", *PRECISIONS):
-        raise CaptureError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r:.40}")
-    check_counts(2**31, **(dims or {}))
+    if precision not in ("", *ranks.PRECISIONS):
+        raise CaptureError(f"precision must be one of {', '.join(ranks.PRECISIONS)}, got {precision!r:.40}")
+    ranks.check_counts(2**31, **(dims or {}))
     with named(path.name):
         reader = READERS[path.suffix.lower()](path, dims or {})
         step = reader.read()
@@ -57,7 +48,7 @@ def read_step(path: Path, dims: Mapping[str, int] | None, precision: str, *, who
         for name, shape in step.shapes.items():
             if not all(0 <= size <= MOST_SIZE for size in shape):
                 raise ValueError(f"sizes of a tensor must lie from 0 to {MOST_SIZE}, got {shape} of {name!r:.80}")
-        check_sizes((op for call in step.calls for op in ops_of(step, call)), "a model")
+        check_sizes((op for call in step.calls for op in ranks.ops_of(step, call)), "a model")
     for name, node in list(reader.unshaped.items())[:1]:
         if whole:
             raise CaptureError(f"shapes of all tensors must be known, got none of {name!r:.80} of {node!r:.80}")
@@ -69,7 +60,7 @@ def read_step(path: Path, dims: Mapping[str, int] | None, precision: str, *, who
 
 
 @dataclass(frozen=True, repr=False)
-class TensorProgram(TensorStep):
+class TensorProgram(ranks.TensorStep):
     """A model's step as calls on named tensors, on all of its ranks.
 
     Every transform gives a program again, so they compose in any order.  ``run`` computes a program with numpy, at
@@ -106,8 +97,8 @@ class TensorProgram(TensorStep):
             CaptureError: If the model is no dense decoder, or its precision is none of those of tensor programs.
         """
         found = Job.of(job)
-        if found.batch.precision not in PRECISIONS:
-            told = f"precision must be one of {', '.join(PRECISIONS)}, got {found.batch.precision}"
+        if found.batch.precision not in ranks.PRECISIONS:
+            told = f"precision must be one of {', '.join(ranks.PRECISIONS)}, got {found.batch.precision}"
             raise CaptureError(f"{told}: change batch.precision of the job")
         step = JobReader(found).read()
         program = cls(**vars(replace(step, precision=found.batch.precision, dtype=found.batch.precision)))
@@ -120,12 +111,12 @@ class TensorProgram(TensorStep):
 
     def replicate(self, count: int) -> TensorProgram:
         """Data parallelism: each of ``count`` replicas takes its part of the batch; gradients are all-reduced."""
-        check_counts(replicas=count)
+        ranks.check_counts(replicas=count)
         return self._cut(count, "dp", batch=True)
 
     def split(self, count: int) -> TensorProgram:
         """Tensor parallelism: products, and what follows them, are cut into ``count`` parts by columns and rows."""
-        check_counts(parts=count)
+        ranks.check_counts(parts=count)
         return self._cut(count, "tp", batch=False)
 
     def _cut(self, count: int, axis: str, *, batch: bool) -> TensorProgram:
@@ -135,14 +126,14 @@ class TensorProgram(TensorStep):
 
     def micro_batches(self, count: int) -> TensorProgram:
         """Parts of the batch one after the other on the same rank; gradients are accumulated."""
-        check_counts(micro_batches=count)
+        ranks.check_counts(micro_batches=count)
         if count > 1 < self.num_micro:
             raise CaptureError(f"micro-batches must be cut once, got {count} after {self.num_micro}")
         return replace(self._cut(count, "", batch=True), num_micro=count) if count > 1 else self
 
     def cut(self, stages: int, micro_batches: int = 1) -> TensorProgram:
         """Pipeline parallelism: consecutive calls become ``stages`` of about equal FLOP, which pass tensors on."""
-        check_counts(stages=stages)
+        ranks.check_counts(stages=stages)
         program = self.micro_batches(micro_batches)
         if self.num_stages > 1 < stages:
             raise CaptureError(f"stages must be cut once, got {stages} after {self.num_stages}")
@@ -153,7 +144,7 @@ class TensorProgram(TensorStep):
 
         The file names no loss: the gradients of the outputs are inputs (``gradient of <output>``).
         """
-        return with_backward(self)
+        return ranks.with_backward(self)
 
     def random_values(self, seed: int = 0) -> dict[str, Array]:
         """Values for ``run`` of an untransformed program, small enough for any norm: whole numbers index tables."""
@@ -189,8 +180,9 @@ class TensorProgram(TensorStep):
                 if call.op in ("all_reduce", "join", "piece") and call.settings.get("axis"):
                     outputs = [_exchanged(call, reads[0], list(self.axes).index(call.settings["axis"]), len(sizes))]
                 else:
-                    ranks = [compute(call, [each[place] for each in reads], made) for place in np.ndindex(*sizes)]
-                    outputs = [np.stack(each).reshape((*sizes, *each[0].shape)) for each in zip(*ranks, strict=True)]
+                    each_rank = [compute(call, [each[place] for each in reads], made) for place in np.ndindex(*sizes)]
+                    stacked = map(np.stack, zip(*each_rank, strict=True))
+                    outputs = [each.reshape((*sizes, *each.shape[1:])) for each in stacked]
                 for name, value, shape in zip(call.writes, outputs, made, strict=True):
                     if value.shape != (*sizes, *shape):
                         raise ValueError(f"{name} has the shape {value.shape[len(sizes) :]}, the file says {shape}")
@@ -203,9 +195,9 @@ class TensorProgram(TensorStep):
 
         Tensor-parallel ranks are neighbours, then replicas; stages are furthest apart.
         """
-        check_counts(devices_per_node=devices_per_node)
-        ranks = tuple(rank_of(self, stage, devices_per_node) for stage in range(self.num_stages))
-        return Captured(name, self.world_size, devices_per_node, "", ranks)
+        ranks.check_counts(devices_per_node=devices_per_node)
+        programs = tuple(ranks.rank_of(self, stage, devices_per_node) for stage in range(self.num_stages))
+        return Captured(name, self.world_size, devices_per_node, "", programs)
 
 
 def read_model(
@@ -219,13 +211,13 @@ def read_model(
         replicas: Data-parallel ranks, each with a batch as large as the file's.
         local_size: Ranks of a node.
     """
-    check_counts(2**20, **{"world size": replicas, "devices per node": local_size})
+    ranks.check_counts(2**20, **{"world size": replicas, "devices per node": local_size})
     step = read_step(path, dims, precision, whole=False)
-    if not any(ops_of(step, call) for call in step.calls):
+    if not any(ranks.ops_of(step, call) for call in step.calls):
         raise CaptureError(f"{path.name} must compute something, got no op")
     with named(path.name):
-        step = with_replicas(with_backward(step) if training else step, replicas)
-        rank = rank_of(step, 0, local_size)
+        step = ranks.with_replicas(ranks.with_backward(step) if training else step, replicas)
+        rank = ranks.rank_of(step, 0, local_size)
     name = f"{path.name} ({'training' if training else 'inference'})"
     return Captured(name, replicas, local_size, path.suffix[1:], (rank,))
 
@@ -234,7 +226,7 @@ _STEP = 1e-30  # along the imaginary axis: a derivative without cancellation
 _NORMS = ("softmax", "layer_norm", "rms_norm")
 
 
-def _checked(program: TensorStep, values: Mapping[str, Any]) -> dict[str, Array]:
+def _checked(program: ranks.TensorStep, values: Mapping[str, Any]) -> dict[str, Array]:
     """Values of all inputs and parameters as whole arrays of numbers, else ``CaptureError``."""
     given, found = (*program.inputs, *program.parameters), dict[str, Array]()
     missing = sorted(name for name in given if not isinstance(values, Mapping) or name not in values)
@@ -256,7 +248,7 @@ def _checked(program: TensorStep, values: Mapping[str, Any]) -> dict[str, Array]
     return found
 
 
-def _spread(value: Any, laid: Sequence[tuple[int, Spec]]) -> Array:
+def _spread(value: Any, laid: Sequence[tuple[int, ranks.Spec]]) -> Array:
     """A whole tensor on all ranks; ``laid``: sizes of the axes, and how it lies on each."""
     if not laid:
         return np.asarray(value)
@@ -265,7 +257,7 @@ def _spread(value: Any, laid: Sequence[tuple[int, Spec]]) -> Array:
     return np.stack([_spread(part, rest) for part in parts])
 
 
-def _assembled(value: Array, laid: Sequence[Spec]) -> Array:
+def _assembled(value: Array, laid: Sequence[ranks.Spec]) -> Array:
     """The whole of what ``_spread`` laid on all ranks."""
     if not laid:
         return value

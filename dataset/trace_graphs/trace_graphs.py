@@ -124,9 +124,8 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
         keys = _joined([str(each) for each in self.values(by)], groups, [digest or None for digest in digests])
         distinct = sorted(set(keys))
         if len(distinct) < len(fractions):
-            raise StepsightError(
-                f"a split into {len(fractions)} parts by {by} needs as many different ones, got {len(distinct)}"
-            )
+            rule = f"a split into {len(fractions)} parts by {by} needs as many different ones"
+            raise StepsightError(f"{rule}, got {len(distinct)}")
         random.Random(seed).shuffle(distinct)
         counts = {key: keys.count(key) for key in distinct}
         chosen: list[list[str]] = [[] for _ in fractions]

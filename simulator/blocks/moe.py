@@ -42,17 +42,7 @@ from dataclasses import dataclass, replace
 from math import comb
 
 from stepsight.dataset.kinds.op import Op
-from stepsight.simulator.blocks.layer_parts import (
-    accumulated,
-    activation,
-    cast,
-    cast_again,
-    enter,
-    fork,
-    kept,
-    leave,
-    mlp,
-)
+from stepsight.simulator.blocks import layer_parts
 from stepsight.simulator.blocks.step import Block, Comm, Group, Join, RankShape, Saved, Step, in_module
 
 
@@ -63,7 +53,7 @@ def local_experts(shape: RankShape, rows: int) -> Block:
     first = grouped_linear(shape, f"experts_{names[0]}", (rows, width, model.hidden), casts_gradient=not _fused(shape))
     last = grouped_linear(shape, f"experts_{names[1]}", (rows, model.hidden, ffn), casts_input=not _fused(shape))
     last = replace(last, saved=tuple([replace(tensor, made_by="moe_act") for tensor in last.saved]))
-    between: Block = (activation(shape, rows, ffn),)
+    between: Block = (layer_parts.activation(shape, rows, ffn),)
     after: Block = ()
     if _fused(shape):
         return first, replace(between[0], forward=(), backward=()), last
@@ -92,15 +82,15 @@ def grouped_linear(
     (rows, n, k), bias, groups = sizes, shape.model.has_bias, shape.model.experts // shape.ep.size
     input_casts = _cast_groups(shape, rows * k) if casts_input else ()
     gradient_casts = _cast_groups(shape, rows * n) if casts_gradient else ()
-    weight_casts = cast_again(shape, groups * n * k)
+    weight_casts = layer_parts.cast_again(shape, groups * n * k)
     return Step(
         name,
         (*input_casts, *weight_casts, _product(shape, "grouped_linear", (groups, *sizes))),
         (*gradient_casts, *weight_casts, _product(shape, "grouped_linear_dgrad", (groups, *sizes))),
         (
-            *cast_again(shape, rows * k),
+            *layer_parts.cast_again(shape, rows * k),
             _product(shape, "grouped_linear_wgrad", (groups, *sizes)),
-            *(accumulated(shape, n * k) if groups == 1 else ()),
+            *(layer_parts.accumulated(shape, n * k) if groups == 1 else ()),
             *([shape.op("bias_grad", rows, n)] if bias else []),
         ),
         ((n,) * groups if bias else ()) + (n * k,) * groups,
@@ -119,7 +109,11 @@ def _product(shape: RankShape, kind: str, sizes: tuple[int, int, int, int]) -> O
 def _cast_groups(shape: RankShape, numel: int) -> tuple[Op, ...]:
     """Casts of the operand of a grouped product: one kernel for all experts, or one for each."""
     groups = shape.model.experts // shape.ep.size
-    return cast(shape, -(-numel // groups)) * groups if shape.kernels.casts_by_group else cast(shape, numel)
+    return (
+        layer_parts.cast(shape, -(-numel // groups)) * groups
+        if shape.kernels.casts_by_group
+        else layer_parts.cast(shape, numel)
+    )
 
 
 def _clamp(shape: RankShape, numel: int) -> Step:
@@ -205,8 +199,8 @@ def experts(shape: RankShape) -> Block:
     whole_bytes = shape.rows * model.hidden * shape.dtype_bytes
     shared: Block = ()
     if model.shared_experts:
-        inside = mlp(shape, model.shared_experts * model.expert_ffn, "shared_", keeps="norm2")
-        shared = (fork(shape, "shared"), *in_module(inside, "shared_experts"))
+        inside = layer_parts.mlp(shape, model.shared_experts * model.expert_ffn, "shared_", keeps="norm2")
+        shared = (layer_parts.fork(shape, "shared"), *in_module(inside, "shared_experts"))
     if shape.ep.size > 1 and shape.dispatcher != "alltoall":
         out: Block = _once_to_each_rank(shape, count, shared)
         first: Block = (_router(shape, count),)
@@ -222,7 +216,7 @@ def experts(shape: RankShape) -> Block:
         gather = Step("tp", (shape.tp_comm("all_gather", whole_bytes),))
         block: Block = (own, *first, *out, gather)
     elif reduce:
-        block = (first[0], *enter(shape), *first[1:], *out, *leave(shape))
+        block = (first[0], *layer_parts.enter(shape), *first[1:], *out, *layer_parts.leave(shape))
     else:
         block = (*first, *out)
     if shared:
@@ -251,7 +245,7 @@ def _router(shape: RankShape, count: Tokens) -> Step:
         (shape.op("linear_wgrad", *sizes),),
         (shape.model.experts * hidden,),
         replicated=True,
-        saved=(kept(count.routed * hidden * shape.dtype_bytes, "norm2"), Saved(numel * shape.main_bytes)),
+        saved=(layer_parts.kept(count.routed * hidden * shape.dtype_bytes, "norm2"), Saved(numel * shape.main_bytes)),
     )
 
 

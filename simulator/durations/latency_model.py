@@ -167,10 +167,8 @@ class GivenLatency:
             raise PredictorError(f"{method} of latency {self.name} failed: {type(error).__name__}: {error}") from error
         known = ~np.isnan(seconds)
         if seconds.shape != (len(works),) or not (np.isfinite(seconds[known]) & (seconds[known] > 0)).all():
-            raise PredictorError(
-                f"{method} of latency {self.name} must give {len(works)} positive numbers, or NaN where it does not "
-                f"know, got {seconds!r:.80}"
-            )
+            rule = f"must give {len(works)} positive numbers, or NaN where it does not know"
+            raise PredictorError(f"{method} of latency {self.name} {rule}, got {seconds!r:.80}")
         missing = np.flatnonzero(~known).tolist()
         if missing:
             seconds[missing] = facts([works[index] for index in missing])

@@ -16,20 +16,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.caching import Memo, hashed_once
 from stepsight.dataset.hardware.hardware_facts import ONE_LAUNCH, LaunchCalls
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.simulator.clock.engine import (
-    COMPUTE,
-    HOST,
-    NUM_CLOCKS,
-    STARTS,
-    BlockPassTable,
-    Floats,
-    SegmentList,
-    StreamSeconds,
-    add_path,
-    longest_paths,
-    run_events,
-    to_from,
-)
+from stepsight.simulator.clock import engine
 from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.programs.block_pass import BlockPass
 from stepsight.simulator.programs.op_level import STREAMS, Work
@@ -58,12 +45,12 @@ AS_IT_IS = Slowdown()
 class BlockPassTime:
     """One passage, timed."""
 
-    seconds: Floats  # of each node, shape (num_nodes,)
-    launches: Floats  # what the host takes to launch each, 0 where nothing is launched; same shape
+    seconds: engine.Floats  # of each node, shape (num_nodes,)
+    launches: engine.Floats  # what the host takes to launch each, 0 where nothing is launched; same shape
     # longest path through it from the computation; the same from the host, which launches; time that the host takes
     paths: tuple[float, float, float]
     # seconds of the first by stream (STREAMS), in sum paths[0]; of what runs beside the computation what it waits for
-    by_stream: Floats
+    by_stream: engine.Floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +58,9 @@ class SegmentTime:
     """One segment, timed."""
 
     # longest paths, to clock, from clock; shape (NUM_CLOCKS, NUM_CLOCKS).  The host starts with the computation.
-    transition: Floats
-    carried: Floats  # the same with the host's own clock as the last one, HOST; shape (HOST + 1, HOST + 1)
-    by_stream: Floats  # seconds of the computation's own path by stream; shape (len(STREAMS),)
+    transition: engine.Floats
+    carried: engine.Floats  # the same with the host's own clock as the last one, HOST; shape (HOST + 1, HOST + 1)
+    by_stream: engine.Floats  # seconds of the computation's own path by stream; shape (len(STREAMS),)
     host: float  # seconds that it waits for the host on the way, if that starts with the computation
 
 
@@ -81,10 +68,11 @@ class SegmentTime:
 class OpTimes:
     """One segment at op level."""
 
-    seconds: Floats  # of every node in its context, shape (num_nodes,)
-    finish: Floats  # longest path from each clock to the end of every node, -inf if none leads, shape (K, num_nodes)
+    seconds: engine.Floats  # of every node in its context, shape (num_nodes,)
+    # longest path from each clock to the end of every node, -inf if none leads, shape (K, num_nodes)
+    finish: engine.Floats
     critical: NDArray[np.int32]  # the dependency on that path, -1 at its start; same shape
-    transition: Floats  # as SegmentTime.transition, or carried; shape (K, K)
+    transition: engine.Floats  # as SegmentTime.transition, or carried; shape (K, K)
     last: NDArray[np.int64]  # the node where that path ends, -1 if none; same shape
 
 
@@ -111,7 +99,7 @@ class Timer:
         """Copy of the timer with other durations for some signatures."""
         return Timer(self.latency, {**self._works, **self._given, **known})
 
-    def work_seconds(self, works: Sequence[Work]) -> Floats:
+    def work_seconds(self, works: Sequence[Work]) -> engine.Floats:
         """Seconds of each signature alone, shape ``(len(works),)``."""
         given, known = self._given, self._works
         found = [known.get(work) for work in works] if not given else [given.get(w, known.get(w)) for w in works]
@@ -136,7 +124,7 @@ class Timer:
             self._segments[segment, slowdown] = known
         return known
 
-    def paths(self, segment: Segment, slowdown: Slowdown, *, carried: bool) -> Floats:
+    def paths(self, segment: Segment, slowdown: Slowdown, *, carried: bool) -> engine.Floats:
         """Longest paths through a segment; ``carried``: with the host's own clock."""
         return self.segment(segment, slowdown).carried if carried else self.segment(segment, slowdown).transition
 
@@ -149,13 +137,13 @@ class Timer:
             self._ops[segment, slowdown, carried] = known
         return known
 
-    def launch_seconds(self, works: Sequence[Work]) -> Floats:
+    def launch_seconds(self, works: Sequence[Work]) -> engine.Floats:
         """The host's launch time of one of each beside the device, shape ``(len(works),)``."""
         if not self._hardware.has_host or self._calls.blocking:
             return np.zeros(len(works))
         return np.array([self._hardware.launch_s(work, self._calls) for work in works], dtype=np.float64)
 
-    def node_seconds(self, segment: Segment, slowdown: Slowdown = AS_IT_IS) -> Floats:
+    def node_seconds(self, segment: Segment, slowdown: Slowdown = AS_IT_IS) -> engine.Floats:
         """Seconds of every node of a segment's program in its context, shape ``(num_nodes,)``."""
         graph = segment.graph
         alone = self._slowed(segment.works, slowdown)[graph.work]
@@ -167,7 +155,7 @@ class Timer:
             return alone
         return self.latency.in_context([segment.program], [alone])[0]
 
-    def _slowed(self, works: Sequence[Work], slowdown: Slowdown) -> Floats:
+    def _slowed(self, works: Sequence[Work], slowdown: Slowdown) -> engine.Floats:
         """Seconds of each signature alone on slower ranks."""
         seconds = self.work_seconds(works)
         if self._calls.blocking:  # the device waits for each launch
@@ -193,26 +181,28 @@ class Timer:
     def _by_events(self, segment: Segment, slowdown: Slowdown) -> SegmentTime:
         totals = np.zeros(len(STREAMS) + 1)
         ends = self._ends([segment], slowdown, totals, carried=True)[0]
-        transition, carried = to_from(ends, carried=False), to_from(ends, carried=True)
+        transition, carried = engine.to_from(ends, carried=False), engine.to_from(ends, carried=True)
         return SegmentTime(transition, carried, totals[:-1], float(totals[-1]))
 
-    def many_paths(self, segments: Sequence[Segment], *, carried: bool) -> Floats:
+    def many_paths(self, segments: Sequence[Segment], *, carried: bool) -> engine.Floats:
         """``paths`` of thousands of distinct segments at once, shape ``(num_segments, K, K)``."""
         ends = self._ends(segments, AS_IT_IS, np.empty(0), carried=carried)
-        return np.ascontiguousarray(to_from(ends, carried=carried))
+        return np.ascontiguousarray(engine.to_from(ends, carried=carried))
 
-    def _ends(self, segments: Sequence[Segment], slowdown: Slowdown, totals: Floats, *, carried: bool) -> Floats:
+    def _ends(
+        self, segments: Sequence[Segment], slowdown: Slowdown, totals: engine.Floats, *, carried: bool
+    ) -> engine.Floats:
         """The ends of some segments, as ``run_events`` fills them in; ``totals``: see ``StreamSeconds``."""
         passages = dict.fromkeys([passage for segment in segments for passage in segment.passages])
         times = [self.passage(passage, slowdown) for passage in passages]
         none = np.zeros(0)
-        table = BlockPassTable(
+        table = engine.BlockPassTable(
             paths=np.array([time.paths for time in times], dtype=np.float64).reshape(-1, 3),
             nodes=np.concatenate([none, *(time.seconds for time in times)]),
             launches=np.concatenate([none, *(time.launches for time in times)]),
             bounds=np.cumsum([0, *(len(time.seconds) for time in times)]),
         )
-        streams = StreamSeconds(
+        streams = engine.StreamSeconds(
             np.array([time.by_stream for time in times], dtype=np.float64).reshape(-1, len(STREAMS)),
             np.concatenate([np.zeros(0, dtype=np.int8), *(passage.columns.stream for passage in passages)]),
             totals,
@@ -232,7 +222,7 @@ class Timer:
         number = {key: at for at, key in enumerate(sent)}
         of_segments = np.array([number[id(work)] for work in uses], dtype=np.int64)
         works = list(sent.values())
-        listed = SegmentList(
+        listed = engine.SegmentList(
             np.concatenate(tables),
             np.array(places, dtype=np.int64),
             np.array([row[passage] for segment in segments for passage in segment.passages], dtype=np.int64),
@@ -240,22 +230,23 @@ class Timer:
             self.launch_seconds(works)[of_segments],
             np.array([segment.compute_share for segment in segments], dtype=np.float64),
         )
-        starts = len(STARTS) if carried and self._hardware.has_host else NUM_CLOCKS
-        ends = np.empty((len(segments), starts, HOST + 1))
-        run_events(listed, table, streams, ends)
+        starts = len(engine.STARTS) if carried and self._hardware.has_host else engine.NUM_CLOCKS
+        ends = np.empty((len(segments), starts, engine.HOST + 1))
+        engine.run_events(listed, table, streams, ends)
         return ends
 
     def _in_context(self, segment: Segment, slowdown: Slowdown) -> SegmentTime:
         times, count = self.ops(segment, slowdown, carried=True), len(STREAMS)
         carried = times.transition
-        transition = carried[:HOST, :HOST].copy()
-        transition[:, 0] = np.maximum(carried[:HOST, 0], carried[:HOST, HOST])  # the host starts with the computation
+        transition = carried[: engine.HOST, : engine.HOST].copy()
+        # the host starts with the computation
+        transition[:, 0] = np.maximum(carried[: engine.HOST, 0], carried[: engine.HOST, engine.HOST])
         by_stream = _sums(segment.graph.stream, times.seconds, count + 1)[:count]
         host = float(transition[0, 0] - carried[0, 0]) if self._hardware.has_host else 0.0
         return SegmentTime(transition, carried, by_stream, host)
 
 
-def _across(works: Sequence[Work], factor: float) -> Floats:
+def _across(works: Sequence[Work], factor: float) -> engine.Floats:
     """The factor for collectives that leave a node, 1 for everything else, shape ``(len(works),)``."""
     if factor == 1.0:
         return np.ones(len(works))
@@ -280,10 +271,10 @@ def timer_of(latency: LatencyModel) -> Timer:
     return timer
 
 
-def _time_passage(passage: BlockPass, seconds: Floats, launches: Floats) -> BlockPassTime:
+def _time_passage(passage: BlockPass, seconds: engine.Floats, launches: engine.Floats) -> BlockPassTime:
     count = len(seconds)
     # Work without a launch, such as time lost to a collective, waits for no launch, here as in ``time_ops``.
-    launched: Floats = np.where(launches > 0.0, launches.cumsum(dtype=np.float64), -np.inf)
+    launched: engine.Floats = np.where(launches > 0.0, launches.cumsum(dtype=np.float64), -np.inf)
     of_host = float(launches.sum())
     if passage.serial:
         total = float(seconds.sum())
@@ -293,56 +284,58 @@ def _time_passage(passage: BlockPass, seconds: Floats, launches: Floats) -> Bloc
         return BlockPassTime(seconds, launches, (total, by_host, of_host), streams)
     pointer, before = passage.edges
     finish, critical = np.empty(count), np.empty(count, dtype=np.int32)
-    longest_paths(seconds, pointer, before, launched, finish, critical)
+    engine.longest_paths(seconds, pointer, before, launched, finish, critical)
     by_host = float(finish.max())
-    longest_paths(seconds, pointer, before, np.zeros(count), finish, critical)
+    engine.longest_paths(seconds, pointer, before, np.zeros(count), finish, critical)
     last = int(finish.argmax())
     # Nodes of the computation; the rest is waiting for overlapping work that is on the longest path.
     by_stream = _sums(passage.columns.stream, np.where(passage.columns.beside, 0.0, seconds), len(STREAMS))
     waited = np.zeros(len(STREAMS))
-    add_path(critical, last, passage.columns.stream.astype(np.int32), seconds * passage.columns.beside, 1.0, waited)
+    engine.add_path(
+        critical, last, passage.columns.stream.astype(np.int32), seconds * passage.columns.beside, 1.0, waited
+    )
     if waited.any():
         by_stream += max(0.0, float(finish[last] - by_stream.sum())) * waited / waited.sum()
     return BlockPassTime(seconds, launches, (float(finish[last]), by_host, of_host), by_stream)
 
 
-def time_ops(segment: Segment, seconds: Floats, launches: Floats, *, carried: bool = False) -> OpTimes:
+def time_ops(segment: Segment, seconds: engine.Floats, launches: engine.Floats, *, carried: bool = False) -> OpTimes:
     """Compute all longest paths of a segment whose nodes take ``seconds``, shape ``(num_nodes,)``.
 
     ``launches``: what the host takes to launch each; ``carried``: whether it has a clock of its own, rather than start
     with the computation.
     """
     graph, count = segment.graph, len(seconds)
-    starts = HOST + 1 if carried else NUM_CLOCKS
+    starts = engine.HOST + 1 if carried else engine.NUM_CLOCKS
     finish = np.empty((starts, count))
     critical = np.empty((starts, count), dtype=np.int32)
     launches = np.where(graph.taken, 0.0, launches)
     by_host = np.where((launches > 0.0) & ~graph.early, launches.cumsum(), -np.inf)
     for clock in range(starts):
         ready = np.full(count, -np.inf)
-        if clock == COMPUTE:
+        if clock == engine.COMPUTE:
             ready = np.where(graph.early, -np.inf, 0.0)
             if not carried:
                 ready = np.maximum(ready, by_host)
-        elif clock == HOST:
+        elif clock == engine.HOST:
             ready = by_host
         elif graph.first[clock] >= 0:
             ready[graph.first[clock]] = 0.0
-        longest_paths(seconds, graph.pointer, graph.before, ready, finish[clock], critical[clock])
+        engine.longest_paths(seconds, graph.pointer, graph.before, ready, finish[clock], critical[clock])
     transition, last = np.full((starts, starts), -np.inf), np.full((starts, starts), -1)
-    for to in range(NUM_CLOCKS):
-        there = np.flatnonzero(segment.joined | (graph.clock == to) | (graph.blocks & (to == COMPUTE)))
+    for to in range(engine.NUM_CLOCKS):
+        there = np.flatnonzero(segment.joined | (graph.clock == to) | (graph.blocks & (to == engine.COMPUTE)))
         if len(there):
             transition[to], last[to] = finish[:, there].max(axis=1), there[finish[:, there].argmax(axis=1)]
             last[to, np.isneginf(transition[to])] = -1
     for clock in np.flatnonzero(graph.first < 0).tolist():  # nothing is on this stream
-        ends = slice(NUM_CLOCKS) if segment.joined else clock
+        ends = slice(engine.NUM_CLOCKS) if segment.joined else clock
         transition[ends, clock] = np.maximum(transition[ends, clock], 0.0)
     if carried:
-        transition[HOST, HOST] = launches.sum()
+        transition[engine.HOST, engine.HOST] = launches.sum()
     return OpTimes(seconds, finish, critical, transition, last)
 
 
-def _sums(kind: NDArray[np.int8], seconds: Floats, count: int) -> Floats:
+def _sums(kind: NDArray[np.int8], seconds: engine.Floats, count: int) -> engine.Floats:
     """Seconds by kind, shape ``(count,)``."""
     return np.bincount(kind, seconds, minlength=count).astype(np.float64)

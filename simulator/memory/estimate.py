@@ -17,20 +17,8 @@ from stepsight.dataset.job.execution import semantics_of
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.sharding import fullest_rank
 from stepsight.simulator.blocks.step import RankShape
+from stepsight.simulator.memory import peaks
 from stepsight.simulator.memory.part import part_memory
-from stepsight.simulator.memory.peaks import (
-    ACTION,
-    ACTIVATIONS,
-    FLYING,
-    GRADIENTS,
-    MOMENT,
-    States,
-    find_moments,
-    find_peaks,
-    places_of,
-    schedule_bytes,
-    states_of,
-)
 from stepsight.simulator.programs.sizes import Parts, groups_of, layout_of, part_shapes, rank_shape
 from stepsight.simulator.schedules import Schedule, schedule_of
 
@@ -247,7 +235,7 @@ class _Asked(NamedTuple):
 
     shape: RankShape
     parts: Parts
-    states: States
+    states: peaks.States
     schedule: Schedule
     torch_runtime: bool
     experts_shared: bool  # whether other ranks hold the same experts: only then their gradients are copied
@@ -257,7 +245,7 @@ class _Asked(NamedTuple):
 def _asked(job: Job, hardware: Hardware) -> _Asked:
     p, semantics = job.parallel, semantics_of(job, hardware.kind)
     groups = groups_of(job)
-    states = states_of(p, semantics, job.batch.dtype, groups)
+    states = peaks.states_of(p, semantics, job.batch.dtype, groups)
     schedule = schedule_of(p.schedule, p.pp, job.num_micro_batches, p.virtual_stages, job.batch.flushes)
     reserve = hardware.reserved_bytes, hardware.fragmentation, hardware.memory_bytes
     shape, torch_runtime = rank_shape(job, semantics=semantics), semantics.overlap.runtime == "torch"
@@ -280,8 +268,8 @@ def estimate_moments(job: Job, hardware: Hardware) -> tuple[Floats, ...]:
     stays = parameters + optimizer + reserved_bytes
     frees = _frees_gradients(asked.states)
     found = []
-    for at, actions in enumerate(find_moments(asked.schedule, bytes_of)):
-        freed = np.append(actions[:, MOMENT] + passing[at], workspace[at] + (gradients[at] if frees else 0.0))
+    for at, actions in enumerate(peaks.find_moments(asked.schedule, bytes_of)):
+        freed = np.append(actions[:, peaks.MOMENT] + passing[at], workspace[at] + (gradients[at] if frees else 0.0))
         held = stays[at] + (0.0 if frees else gradients[at])
         found.append(held + freed + np.minimum(fragmentation * freed, _room_left(memory_bytes - held - freed)))
     return tuple(found)
@@ -292,9 +280,9 @@ def _held(asked: _Asked) -> tuple[Floats, Floats, Floats]:
     workspace, shape ``(4, num_stages)``; and of messages and buckets, shape ``(num_stages,)``.
     """
     shape, states, schedule = asked.shape, asked.states, asked.schedule
-    places = places_of(shape, asked.parts)
+    places = peaks.places_of(shape, asked.parts)
     parts = [part_memory(shape, place.part, states.execution) for place in places[0]]
-    bytes_of, messages = schedule_bytes(shape, schedule, places, parts, torch_runtime=asked.torch_runtime)
+    bytes_of, messages = peaks.schedule_bytes(shape, schedule, places, parts, torch_runtime=asked.torch_runtime)
     elements = np.zeros((schedule.num_stages, 4))
     sizes = [(part.numel, part.expert_numel, part.frozen, part.expert_frozen) for part in parts]
     np.add.at(elements, schedule.placement[:, 0], np.array(sizes, dtype=np.float64)[places[1]])
@@ -312,21 +300,23 @@ def _stages(asked: _Asked) -> tuple[Floats, Floats, Floats]:
     """The first three fields of ``Memory``."""
     frees = _frees_gradients(asked.states)
     bytes_of, (parameters, gradients, optimizer, workspace), passing = _held(asked)
-    peak = find_peaks(asked.schedule, bytes_of)
-    there = peak[:, GRADIENTS] if frees else gradients
-    moment = peak[:, MOMENT] - peak[:, GRADIENTS] + passing
+    peak = peaks.find_peaks(asked.schedule, bytes_of)
+    there = peak[:, peaks.GRADIENTS] if frees else gradients
+    moment = peak[:, peaks.MOMENT] - peak[:, peaks.GRADIENTS] + passing
     reserved_bytes, fragmentation, memory_bytes = asked.reserve
     more = 1.0 + fragmentation
     own = more if frees else 1.0
     steps = own * gradients + more * workspace > own * there + more * moment  # at the peak of the optimizer's step
-    held = parameters, np.where(steps, gradients, there), optimizer, np.where(steps, 0.0, peak[:, ACTIVATIONS])
-    out = np.stack([*held, np.where(steps, workspace, moment - peak[:, ACTIVATIONS]), np.zeros(len(peak))], axis=1)
+    held = parameters, np.where(steps, gradients, there), optimizer, np.where(steps, 0.0, peak[:, peaks.ACTIVATIONS])
+    out = np.stack(
+        [*held, np.where(steps, workspace, moment - peak[:, peaks.ACTIVATIONS]), np.zeros(len(peak))], axis=1
+    )
     out[:, 5] = _reserved(out, asked.states, reserved_bytes, fragmentation, memory_bytes)
     out.flags.writeable = False  # shared by all equal jobs
-    return out, np.where(steps, 0, peak[:, FLYING]), np.where(steps, len(MOMENTS) - 1, peak[:, ACTION])
+    return out, np.where(steps, 0, peak[:, peaks.FLYING]), np.where(steps, len(MOMENTS) - 1, peak[:, peaks.ACTION])
 
 
-def _reserved(bytes_of: Floats, states: States, fixed: Any, fragmentation: Any, device: Any) -> Floats:
+def _reserved(bytes_of: Floats, states: peaks.States, fixed: Any, fragmentation: Any, device: Any) -> Floats:
     """Bytes of each stage that no tensor has.
 
     The allocator keeps what it has freed while there is room.  When there is none it gives the free blocks back and
@@ -346,6 +336,6 @@ def _room_left(free: Floats) -> Floats:
     return np.maximum(free - 1.0, 0.0)
 
 
-def _frees_gradients(states: States) -> bool:
+def _frees_gradients(states: peaks.States) -> bool:
     """Whether gradients are allocated in each backward and freed after the step."""
     return states.execution.gradients.numel > 0

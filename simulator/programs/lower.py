@@ -24,24 +24,11 @@ from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
 from stepsight.simulator.blocks.step import Group, RankShape
 from stepsight.simulator.clock.engine import DATA, SECOND
 from stepsight.simulator.clock.track import Track, find_track
+from stepsight.simulator.programs import sizes
 from stepsight.simulator.programs.block_pass import BACKWARD as WHOLE
 from stepsight.simulator.programs.block_pass import FORWARD as FORWARDS
 from stepsight.simulator.programs.block_pass import INPUT, WEIGHT
 from stepsight.simulator.programs.segment import BUCKET_NAMES, Segment, SegmentBuilder
-from stepsight.simulator.programs.sizes import (
-    Groups,
-    Layout,
-    Parts,
-    PartShape,
-    Replicas,
-    boundary_bytes,
-    bucket_works,
-    groups_of,
-    layout_of,
-    part_shapes,
-    rank_shape,
-    replicas_of,
-)
 from stepsight.simulator.programs.stage import Pass, calls_of, part_segments, part_units
 from stepsight.simulator.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KIND_NAMES
 from stepsight.simulator.schedules.order import FIRST, LAST
@@ -63,7 +50,7 @@ class Lowered:
     meets: Ints  # stages with equal numbers start their optimizers together, shape (num_stages,)
     track: Track  # the schedule's actions, and the messages between stages, in one order that can run
     message: Ints  # index into messages of each of the track's, shape (num_messages,)
-    parts: tuple[PartShape, ...]  # parts of the model in its order
+    parts: tuple[sizes.PartShape, ...]  # parts of the model in its order
     semantics: ExecutionSemantics  # of what executes the job
 
     @property
@@ -141,9 +128,9 @@ class _Asked(NamedTuple):
     semantics: ExecutionSemantics
     optimizer: str
     shape: RankShape
-    parts: Parts
-    groups: Groups
-    layout: Layout
+    parts: sizes.Parts
+    groups: sizes.Groups
+    layout: sizes.Layout
     beside: bool
     share: float
 
@@ -158,10 +145,10 @@ def _asked(job: Job, hardware: Hardware) -> _Asked:
         (p.recomputes, p.recompute_every),
         semantics,
         job.optimizer.kind,
-        rank_shape(job, share if beside else 0.0, semantics),
-        part_shapes(job),
-        groups_of(job),
-        layout_of(job),
+        sizes.rank_shape(job, share if beside else 0.0, semantics),
+        sizes.part_shapes(job),
+        sizes.groups_of(job),
+        sizes.layout_of(job),
         beside,
         share,
     )
@@ -175,7 +162,7 @@ _MOST_LIVE = 10**9
 def _lower(asked: _Asked) -> Lowered:
     shape, parts, overlap = asked.shape, asked.parts, asked.semantics.overlap
     track = find_track(*asked.schedule, flushes=asked.flushes)
-    replicas = replicas_of(asked.zero, asked.groups, asked.semantics, beside=asked.beside, share=asked.share)
+    replicas = sizes.replicas_of(asked.zero, asked.groups, asked.semantics, beside=asked.beside, share=asked.share)
     if overlap.gathers_lists:
         layers = [unit for part in parts for unit in part_units(shape, part) if not unit.root]
         if max((numel for unit in layers for numel in unit.held[False]), default=0) >= _MOST_LIVE:
@@ -226,8 +213,8 @@ def message_kinds(track: Track, after_part: tuple[int, ...]) -> Ints:
 
 @cached(2048)
 def rank_work(
-    rank: tuple[RankShape, Parts, Layout],
-    replicas: Replicas,
+    rank: tuple[RankShape, sizes.Parts, sizes.Layout],
+    replicas: sizes.Replicas,
     recompute: tuple[str, int],
     habits: OptimizerHabits,
     placement: Placement,
@@ -268,27 +255,29 @@ def _meets(num_stages: int, first: int, last: int, all_meet: bool, tied: Group) 
 
 @cached(4096)
 def part_messages(
-    shape: RankShape, parts: Parts, layout: Layout, placement: Placement
+    shape: RankShape, parts: sizes.Parts, layout: sizes.Layout, placement: Placement
 ) -> tuple[tuple[Collective, ...], tuple[int, ...]]:
     """Distinct messages between stages, and the message after each part, -1 if none."""
     near = [0 if a == b else layout.pipeline_neighbours(a, b) for a, b in pairwise(placement)]  # 2: within a node
-    kinds = list(zip(boundary_bytes(shape, parts), near, strict=True))
+    kinds = list(zip(sizes.boundary_bytes(shape, parts), near, strict=True))
     distinct = {kind: index for index, kind in enumerate(dict.fromkeys(kind for kind in kinds if kind[1]))}
     messages = tuple(Collective("send_recv", size, 2, near) for size, near in distinct)
     return messages, tuple([distinct.get(kind, -1) for kind in kinds])
 
 
 @cached(512)
-def _held(placement: Placement, parts: Parts) -> tuple[tuple[PartShape, ...], Ints, list[tuple[Parts, bool]], Ints]:
+def _held(
+    placement: Placement, parts: sizes.Parts
+) -> tuple[tuple[sizes.PartShape, ...], Ints, list[tuple[sizes.Parts, bool]], Ints]:
     """The distinct parts of the model, and the row of each part; what distinct stages hold, with whether the model's
     first or last part is among it, and which of these each stage is.
     """
-    rows: dict[PartShape, int] = {}
+    rows: dict[sizes.PartShape, int] = {}
     row = [rows.setdefault(part, len(rows)) for part in parts]
-    distinct: dict[tuple[Parts, bool], int] = {}
+    distinct: dict[tuple[sizes.Parts, bool], int] = {}
     of_stage = []
     for stage in range(max(placement) + 1):
-        own = Parts([part for part, at in zip(parts, placement, strict=True) if at == stage])
+        own = sizes.Parts([part for part, at in zip(parts, placement, strict=True) if at == stage])
         of_stage.append(distinct.setdefault((own, any(part.first or part.last for part in own)), len(distinct)))
     return tuple(rows), np.array(row), list(distinct), np.array(of_stage)
 
@@ -296,7 +285,7 @@ def _held(placement: Placement, parts: Parts) -> tuple[tuple[PartShape, ...], In
 @cached(2048)
 def _tables(
     placement: Placement,
-    parts: Parts,
+    parts: sizes.Parts,
     places: tuple[int, ...],
     of_parts: tuple[tuple[int, ...], ...],
     optimizers: tuple[int, ...],
@@ -319,7 +308,7 @@ class OptimizerHabits(NamedTuple):
 
 @cached(2048)
 def optimizer_segment(
-    shape: RankShape, parts: Parts, replicas: Replicas, habits: OptimizerHabits, tied: Group
+    shape: RankShape, parts: sizes.Parts, replicas: sizes.Replicas, habits: OptimizerHabits, tied: Group
 ) -> Segment:
     """Sum the remaining gradients, then run the optimizer on a rank's share of the parameters; ZeRO stages 1 and 2 then
     all-gather the parameters.  ``tied``: first and last stage, where both hold the embedding's table.
@@ -410,7 +399,7 @@ def _elements(tensors: HashedTuple[_Tensors], shards: tuple[int, int], *, replic
 
 
 @cached(4096)
-def _tensors_of(shape: RankShape, parts: Parts) -> HashedTuple[_Tensors]:
+def _tensors_of(shape: RankShape, parts: sizes.Parts) -> HashedTuple[_Tensors]:
     found: dict[tuple[int, bool, bool], int] = {}
     for unit in [unit for part in parts for unit in part_units(shape, part)]:
         for step in unit.block:
@@ -420,7 +409,7 @@ def _tensors_of(shape: RankShape, parts: Parts) -> HashedTuple[_Tensors]:
     return HashedTuple([_Tensors(*key, count) for key, count in found.items()])
 
 
-def _sum_buckets(builder: SegmentBuilder, shape: RankShape, parts: Parts, replicas: Replicas) -> None:
+def _sum_buckets(builder: SegmentBuilder, shape: RankShape, parts: sizes.Parts, replicas: sizes.Replicas) -> None:
     """Sum all gradients bucket by bucket; with copies: join, sum, divide and copy back."""
     units = [unit for part in reversed(parts) for unit in reversed(part_units(shape, part))]
     for expert in (False, True):
@@ -432,7 +421,7 @@ def _sum_buckets(builder: SegmentBuilder, shape: RankShape, parts: Parts, replic
                     buckets.append(0)
         name = BUCKET_NAMES[expert]
         for index, numel in enumerate(filter(None, buckets)):
-            works = bucket_works(replicas, numel, expert=expert)
+            works = sizes.bucket_works(replicas, numel, expert=expert)
             if not any(works):  # no other rank has these experts
                 continue
             if replicas.bucket_copies:

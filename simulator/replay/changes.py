@@ -56,10 +56,8 @@ def faster(graphs: Graphs, tally: Tally, what: str, factor: float) -> list[Progr
     named = [_named(graph, what) for graph in graphs]
     if not any(chosen.any() for chosen in named):
         kinds = sorted({work.kind for graph in graphs for work in graph.works})
-        raise StepsightError(
-            f"--faster names a kind or family of the trace, communication, host or a part of a kernel's name, "
-            f"got {what!r:.80}: the trace has {', '.join(kinds)}"
-        )
+        rule = "--faster names a kind or family of the trace, communication, host or a part of a kernel's name"
+        raise StepsightError(f"{rule}, got {what!r:.80}: the trace has {', '.join(kinds)}")
     tally.add(sum(float(graph.duration_s[chosen].sum()) for graph, chosen in zip(graphs, named, strict=True)), False)
     factors = [np.where(chosen, factor, 1.0) for chosen in named]
     return [graph.replace(duration_s=graph.duration_s / each) for graph, each in zip(graphs, factors, strict=True)]

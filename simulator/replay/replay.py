@@ -135,10 +135,8 @@ def _order(joined: JoinedGraph) -> NDArray[np.int32]:
             if not waiting[other]:
                 queue.append(other)
     if len(order) < count:
-        raise TraceError(
-            f"ranks must meet in the same order, got {count - len(order)} calls that deadlock: "
-            "the traces are of different steps or different jobs"
-        )
+        why = "the traces are of different steps or different jobs"
+        raise TraceError(f"ranks must meet in the same order, got {count - len(order)} calls that deadlock: {why}")
     return np.array(order, dtype=np.int32)
 
 

@@ -103,11 +103,9 @@ def _check_ranges(schedule: Schedule, rows: Actions, stage: Ints, part_of: Ints)
         wrong = part_of[stage, rows[:, 2]] < 0
     if wrong.any():
         at = int(np.argmax(wrong))
-        raise JobError(
-            "a schedule's actions are (kind, micro_batch, chunk) with kind < 4, "
-            f"micro_batch < {schedule.num_micro_batches} and a chunk that the stage holds, "
-            f"got {tuple(map(int, rows[at]))} on stage {stage[at]}"
-        )
+        limit = f"kind < 4, micro_batch < {schedule.num_micro_batches} and a chunk that the stage holds"
+        rule = f"a schedule's actions are (kind, micro_batch, chunk) with {limit}"
+        raise JobError(f"{rule}, got {tuple(map(int, rows[at]))} on stage {stage[at]}")
 
 
 def _index(schedule: Schedule, kind: Ints, micro_batch: Ints, part: Ints) -> Ints:
@@ -126,10 +124,8 @@ def _index(schedule: Schedule, kind: Ints, micro_batch: Ints, part: Ints) -> Int
         good &= (counts <= 1).all(axis=0)
         where = tuple(np.argwhere(~good)[0])
         seen = ", ".join(f"{int(counts[number][where])} {name}" for number, name in enumerate(KIND_NAMES))
-        raise JobError(
-            "every part runs each micro-batch once forward (F) and once backward (B, or I and W), "
-            f"got {seen} for part {where[0]}, micro-batch {where[1]}"
-        )
+        rule = "every part runs each micro-batch once forward (F) and once backward (B, or I and W)"
+        raise JobError(f"{rule}, got {seen} for part {where[0]}, micro-batch {where[1]}")
     return index
 
 
@@ -306,10 +302,8 @@ def read_schedule(path: str | Path) -> Schedule:
     num_micro_batches = 1 + max(micro for actions, _ in ranks for _, _, micro in actions)
     count = sum(len(actions) for actions, _ in ranks)
     if count < 2 * len(placement) * num_micro_batches:
-        raise JobError(
-            f"{len(placement)} parts and {num_micro_batches} micro-batches need a forward and a backward each, "
-            f"got {count} < 2 * {len(placement)} * {num_micro_batches} actions in {path}"
-        )
+        rule = f"{len(placement)} parts and {num_micro_batches} micro-batches need a forward and a backward each"
+        raise JobError(f"{rule}, got {count} < 2 * {len(placement)} * {num_micro_batches} actions in {path}")
     tables = tuple(
         np.array([(kind, micro, chunk_of[part]) for part, kind, micro in actions], dtype=np.int32).reshape(-1, 3)
         for actions, _ in ranks
@@ -362,10 +356,9 @@ def _table_of_job(path: Path, changed: int, stages: int, micro_batches: int, vir
     schedule = read_schedule(path)
     has = (schedule.num_stages, schedule.num_micro_batches, schedule.num_parts)
     if has != (stages, micro_batches, stages * virtual_stages):
-        raise JobError(
-            f"{path} must hold pp = {stages} ranks, {micro_batches} micro-batches and pp * virtual_stages = "
-            f"{stages * virtual_stages} parts, got {has[0]}, {has[1]} and {has[2]}"
-        )
+        parts = f"pp * virtual_stages = {stages * virtual_stages} parts"
+        rule = f"{path} must hold pp = {stages} ranks, {micro_batches} micro-batches and {parts}"
+        raise JobError(f"{rule}, got {has[0]}, {has[1]} and {has[2]}")
     return schedule
 
 
@@ -395,10 +388,8 @@ def _read_row(path: Path, rank: int, row: list[str]) -> tuple[list[tuple[int, in
         found = [_ACTION.fullmatch(word.strip()) for word in (pair.groups() if pair else [text])]
         kinds = [KIND_NAMES.index(match[2]) for match in found if match]
         if len(kinds) < len(found) or (pair and kinds != [FORWARD, BACKWARD]):
-            raise JobError(
-                "a cell must be empty, part + F, B, I or W + micro-batch (3B1), or (0F1;3B0)OVERLAP_F_B, "
-                f"got {text!r:.60} in row {rank + 1}, column {column + 1} of {path}"
-            )
+            rule = "a cell must be empty, part + F, B, I or W + micro-batch (3B1), or (0F1;3B0)OVERLAP_F_B"
+            raise JobError(f"{rule}, got {text!r:.60} in row {rank + 1}, column {column + 1} of {path}")
         actions += [(int(match[1]), kind, int(match[3])) for match, kind in zip(found, kinds, strict=True) if match]
         fused += [True, False] if pair else [False]
     return actions, fused
@@ -410,10 +401,8 @@ def _place(path: Path, ranks: list[list[tuple[int, int, int]]]) -> tuple[Actions
     for rank, actions in enumerate(ranks):
         for part in dict.fromkeys(part for part, _, _ in actions):
             if rank_of.setdefault(part, rank) != rank:
-                raise JobError(
-                    "a model part runs on one rank, "
-                    f"got part {part} in rows {rank_of[part] + 1} and {rank + 1} of {path}"
-                )
+                where = f"rows {rank_of[part] + 1} and {rank + 1} of {path}"
+                raise JobError(f"a model part runs on one rank, got part {part} in {where}")
     missing = next((part for part in range(max(rank_of)) if part not in rank_of), None)
     if missing is not None:
         raise JobError(f"parts must be numbered from 0 without a gap, got none numbered {missing} in {path}")

@@ -223,10 +223,9 @@ def deepspeed_entries(schedule: Schedule, order: Order, messages: Messages) -> E
         JobError: If the schedule is not 1F1B of one part per stage.
     """
     if schedule.name != "1f1b" or schedule.virtual_stages > 1 or not _is_standard(schedule):
-        raise JobError(
-            "runtime deepspeed runs schedule 1f1b without virtual stages or several flushes, got "
-            f"{schedule.name} with {schedule.virtual_stages} virtual stages, {schedule.num_micro_batches} micro-batches"
-        )
+        rule = "runtime deepspeed runs schedule 1f1b without virtual stages or several flushes"
+        sizes = f"{schedule.virtual_stages} virtual stages, {schedule.num_micro_batches} micro-batches"
+        raise JobError(f"{rule}, got {schedule.name} with {sizes}")
 
     ranks = []
     for stage, own in enumerate(_own(order)):
