@@ -59,11 +59,6 @@ class ConfigFile:
         tables = read_tables(path) if path.suffix in WITH_TABLES else {}
         return cls(path, tables, given or Given())
 
-    @property
-    def has_tables(self) -> bool:
-        """Whether files of this suffix hold tables."""
-        return self.path.suffix in WITH_TABLES
-
 
 class Unknown(str):
     """What a configuration has for a value that it does not tell, as what a command prints; nothing is read from it."""

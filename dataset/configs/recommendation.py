@@ -14,7 +14,7 @@ from typing import Any
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import facts, flat, read_source
-from stepsight.dataset.configs.drafts import WHOLE, ConfigFile, Draft, Reading
+from stepsight.dataset.configs.drafts import WHOLE, WITH_TABLES, ConfigFile, Draft, Reading
 from stepsight.dataset.configs.key_table import ConfigText, read_rows, rows_of
 from stepsight.dataset.configs.megatron_words import reading_of
 from stepsight.dataset.job.job import Job
@@ -27,7 +27,7 @@ _WIDTH_AND_ROWS = ("embedding_vec_size", "slot_size_array")
 
 def is_words(file: ConfigFile) -> bool:
     """Whether a file is a script or a file of arguments."""
-    return not file.has_tables and file.path.suffix != ".py"
+    return file.path.suffix not in (*WITH_TABLES, ".py")
 
 
 def has_flags(file: ConfigFile) -> bool:

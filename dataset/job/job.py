@@ -13,15 +13,7 @@ from typing import Any, TypeAlias
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import SUFFIXES, read_document
 from stepsight.dataset.base.registry import did_you_mean
-from stepsight.dataset.hardware.hardware import (
-    FABRICS,
-    canonical_hardware,
-    find_fabric,
-    hardware_name,
-    stated_hardware,
-    suspicious_links,
-    usual_fabric,
-)
+from stepsight.dataset.hardware import hardware as presets
 from stepsight.dataset.harness.base.parallel_rules import Rules
 from stepsight.dataset.job.frameworks import GENERIC, Framework, find_framework, framework_in
 from stepsight.dataset.job.rules import JobTables, broken_rules
@@ -138,17 +130,17 @@ class Job(JobTables):
     @property
     def hardware_name(self) -> str:
         """Name of the cluster's hardware, also if ``cluster.hardware`` is the path of a file."""
-        return hardware_name(self.cluster.hardware)
+        return presets.hardware_name(self.cluster.hardware)
 
     @cached_property
     def warnings(self) -> tuple[str, ...]:
         """Legal settings that are probably mistakes."""
         stated = self.cluster.fabric
         usual = None
-        if stated and not (isinstance(stated, str) and stated in FABRICS):
+        if stated and not (isinstance(stated, str) and stated in presets.FABRICS):
             with suppress(JobError):  # there is nothing to compare with
-                usual = find_fabric(usual_fabric(self.cluster.hardware))
-        return suspicious_links(self.fabric, self.cluster.devices_per_node, usual)
+                usual = presets.find_fabric(presets.usual_fabric(self.cluster.hardware))
+        return presets.suspicious_links(self.fabric, self.cluster.devices_per_node, usual)
 
     @property
     def model_name(self) -> str:
@@ -249,7 +241,7 @@ class Job(JobTables):
                     )
                     continue
             if section == "cluster" and isinstance(table.get("hardware"), Mapping):
-                table["hardware"] = stated_hardware(table["hardware"])
+                table["hardware"] = presets.stated_hardware(table["hardware"])
             stated[section] = table
         silent = not {"virtual_stages", "schedule"} & set(stated.get("parallel", {}))
         vocab = stated.get("model", {}).get("vocab", 0)
@@ -342,8 +334,8 @@ def _resolve_paths(tables: dict[str, Any], folder: Path) -> None:
 def _filled(job: Job) -> dict[str, Any]:
     """Tables with what they leave open: devices by the names of their presets, derived sizes, and replicas."""
     m, p, cluster = job.model, job.parallel, job.cluster
-    hardware = canonical_hardware(cluster.hardware)
-    mixed = tuple(replace(other, hardware=canonical_hardware(other.hardware)) for other in cluster.mixed)
+    hardware = presets.canonical_hardware(cluster.hardware)
+    mixed = tuple(replace(other, hardware=presets.canonical_hardware(other.hardware)) for other in cluster.mixed)
     if hardware != cluster.hardware or mixed != cluster.mixed:
         cluster = replace(cluster, hardware=hardware, mixed=mixed)
     if not (m.kv_heads and m.ffn and m.expert_ffn and m.gated_mlp is not None):

@@ -63,9 +63,8 @@ class KindTable(Registry[K]):
             raise StepsightError("the name is taken: choose another name")
         for other in self.values():
             if other.code == kind.code:
-                raise StepsightError(
-                    f"codes must differ, got {kind.code} for {other.name!r} and {kind.name!r}: choose another code"
-                )
+                found = f"{kind.code} for {other.name!r} and {kind.name!r}"
+                raise StepsightError(f"codes must differ, got {found}: choose another code")
         if self._check_beside is not None:
             self._check_beside(kind, self)
         return kind
@@ -171,9 +170,8 @@ class OpKind:
                 right = right and (count is not None or all(int(one) == one for one in numbers))
             except Exception as error:  # a user's function can raise any exception
                 check_takes(what, function, self.dim_names)
-                raise StepsightError(
-                    f"{what}{dims} must be {rule}, but it raises {type(error).__name__}: {shorten(str(error))}"
-                ) from error
+                found = f"{type(error).__name__}: {shorten(str(error))}"
+                raise StepsightError(f"{what}{dims} must be {rule}, but it raises {found}") from error
             if not right:
                 raise StepsightError(f"{what}{dims} must be {rule}, got {value!r:.80}")
 

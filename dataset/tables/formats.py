@@ -71,10 +71,9 @@ def _own_header(rows: measurements.Rows, line: measurements.Line) -> tuple[str, 
         raise rows.error(f"the header must have a column op, which names the op or collective{add}")
     times = [name for name in TIMES if name in line.cells]
     if len(times) != 1:
-        raise rows.error(
-            f"the header must have one column with the time ({', '.join(_UNITS)} or time_us, latency_ms ...), "
-            f"got {' and '.join(times) or 'none'}{': rename or remove the others' if times else ''}"
-        )
+        rule = f"one column with the time ({', '.join(_UNITS)} or time_us, latency_ms ...)"
+        found = f"{' and '.join(times) or 'none'}{': rename or remove the others' if times else ''}"
+        raise rows.error(f"the header must have {rule}, got {found}")
     return named, times[0]
 
 

@@ -60,9 +60,8 @@ def open_exported(path: Path, dims: Mapping[str, int]) -> ExportedReader:
     except StepsightError:
         raise
     except (*MALFORMED, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise CaptureError(
-            f"{path.name} must be a file that torch.export.save wrote, save or copy it again: {reason(error):.200}"
-        ) from None
+        rule = "must be a file that torch.export.save wrote, save or copy it again"
+        raise CaptureError(f"{path.name} {rule}: {reason(error):.200}") from None
 
 
 class ExportedReader(ModelReader):

@@ -121,7 +121,8 @@ class JobReader(ModelReader):
             head = self._call(("permute", {"order": (0, 2, 1, 3)}, [rows]), f"{name}.{part} heads", shape)
             heads.append(self._rotated(head, f"{name}.{part}") if model.family == "llama" and part != "v" else head)
         shape = (batch, model.heads, length, wide)
-        attended = self._call(("attention", {"causal": True}, heads), name, shape, _attended)
+        call = "attention", {"causal": True}, heads
+        attended = self._call(call, name, shape, lambda reads, _: attention(reads[0], reads[1], "fp32", causal=True))
         order = (batch, length, model.heads, wide)
         rows = self._call(("permute", {"order": (0, 2, 1, 3)}, [attended]), f"{name} rows", order)
         rows = self._call(("reshape", {}, [rows]), f"{name} rows", (batch, length, hidden))
@@ -165,10 +166,6 @@ def _streams(kind: str) -> Kernels:
 
 def _multiplied(reads: list[Shape], made: Shape) -> Op | None:
     return matrix_product(reads[0], reads[1], "fp32", transposed=True)
-
-
-def _attended(reads: list[Shape], made: Shape) -> Op | None:
-    return attention(reads[0], reads[1], "fp32", causal=True)
 
 
 def _embedded(reads: list[Shape], made: Shape) -> Op | None:

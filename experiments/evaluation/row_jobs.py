@@ -19,9 +19,7 @@ from typing import Any, TypeVar
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import digest, preset
 from stepsight.dataset.hardware import hardware as presets
-from stepsight.dataset.hardware.hardware import HARDWARE, find_hardware
 from stepsight.dataset.job import frameworks
-from stepsight.dataset.job.frameworks import Framework
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.rules import MOST_LAYERS
 from stepsight.dataset.job.sharding_plans import TABLE_MODELS
@@ -40,7 +38,7 @@ TOLD = preset("published_rows.toml")  # what rows say in words, and what they le
 def preset_of_device(row: Row) -> str:
     """The preset of a row's devices: by their name without remarks, and the memory that the row states."""
     text, memory = row.text("hardware"), row.whole("gpu_mem_gb")
-    if find_hardware(text) is not None:
+    if presets.find_hardware(text) is not None:
         return text
     lower = text.lower()
     inside = re.search(r"nvidia blackwell (?:ultra )?gpu \((.*?)\)", lower)  # which one is in the brackets
@@ -51,10 +49,10 @@ def preset_of_device(row: Row) -> str:
     memory = memory or (int(stated[1]) if stated else None)
     words = presets.device_words(_REMARKS.sub(" ", _MEMORY.sub(" ", main)))
     usual = presets.canonical_hardware(words if "pcie" in words or "pcie" not in lower else f"{words}-pcie")
-    kind = usual.rpartition("-")[0] if usual in HARDWARE else ""
-    if kind and (name := f"{kind}-{memory}gb" if memory else usual) in HARDWARE:
+    kind = usual.rpartition("-")[0] if usual in presets.HARDWARE else ""
+    if kind and (name := f"{kind}-{memory}gb" if memory else usual) in presets.HARDWARE:
         return name
-    known = [other for other in HARDWARE.names() if other.startswith(f"{kind}-") or not kind]
+    known = [other for other in presets.HARDWARE.names() if other.startswith(f"{kind}-") or not kind]
     named = repr(text[:60]) if text else "an unnamed device"
     raise RowError(f"no hardware preset for {named}{f' of {memory} GB' if memory else ''} (known: {', '.join(known)})")
 
@@ -104,7 +102,7 @@ def cluster_of(row: Row) -> dict[str, Any]:
     return {"hardware": hardware, "nodes": gpus // per_node, "devices_per_node": per_node, "fabric": fabric}
 
 
-def framework_of(row: Row) -> Framework:
+def framework_of(row: Row) -> frameworks.Framework:
     """The profile of a row's framework; flags and precisions that the row states go before."""
     # The date of a run, or of a paper: it tells generations of a framework apart.
     source = re.sub(r"\bSC'?(\d\d)\b", r"20\1", row.text("source"))
@@ -150,7 +148,7 @@ class PublishedJob:
     """The job of a row, its framework's profile with the settings that the row states, and the open cells in words."""
 
     job: Job
-    framework: Framework
+    framework: frameworks.Framework
     open: str = ""
 
 
@@ -181,13 +179,13 @@ def jobs_of(row: Row) -> list[PublishedJob]:
             wrong.append(error)
     if not built:
         raise wrong[0]
-    hardware = find_hardware(built[0].job.cluster.hardware)
+    hardware = presets.find_hardware(built[0].job.cluster.hardware)
     if hardware is None or len(built) == 1:
         return built
     return [one for one in built if estimate_memory(one.job, hardware).fits] or built
 
 
-def _job(row: Row, framework: Framework) -> Job:
+def _job(row: Row, framework: frameworks.Framework) -> Job:
     parallel, model = _parallel(row, framework), _model(row)
     if (layers := row.whole("offload_layers")) and parallel["recompute"] == "none":
         parallel |= {"offload_activations": True, "offload_layers": layers}
@@ -208,7 +206,7 @@ def tables_named(row: Row) -> str:
     return "" if row.text("family") not in ("", "dlrm") else row.text("tables")
 
 
-def _table_job(row: Row, framework: Framework) -> Job:
+def _table_job(row: Row, framework: frameworks.Framework) -> Job:
     """The job of a recommendation model: a replica of the dense part on each device."""
     tables, known = tables_named(row), ", ".join(TABLE_MODELS)
     if tables not in TABLE_MODELS and not tables.endswith((".csv", ".toml", ".json")):
@@ -306,7 +304,7 @@ def _degrees(row: Row) -> dict[str, int]:
     return {**degrees, "dp": dp}
 
 
-def _parallel(row: Row, framework: Framework) -> dict[str, Any]:
+def _parallel(row: Row, framework: frameworks.Framework) -> dict[str, Any]:
     degrees, layers = _degrees(row), row.known("layers")
     stated = row.whole("vp") or 1  # which must be a number, also where it has no effect
     chunks = stated if degrees["pp"] > 1 else 1
@@ -332,7 +330,7 @@ def _parallel(row: Row, framework: Framework) -> dict[str, Any]:
     }
 
 
-def _sharding(row: Row, framework: Framework, dp: int) -> dict[str, Any]:
+def _sharding(row: Row, framework: frameworks.Framework, dp: int) -> dict[str, Any]:
     """ZeRO stage, group and resharding from words such as ``distopt(zero1)`` or ``zero1 within groups of 8``."""
     text = row.text("zero_stage").lower()
     group = re.search(r"groups of (\d+)|fsdp[=(](\d+)", text)
@@ -351,7 +349,7 @@ def _sharding(row: Row, framework: Framework, dp: int) -> dict[str, Any]:
     return {"zero_stage": stage, "dp_shard": shard if 0 < shard < dp else 0, **kept}
 
 
-def open_cells(row: Row, framework: Framework) -> dict[str, tuple[Any, ...]]:
+def open_cells(row: Row, framework: frameworks.Framework) -> dict[str, tuple[Any, ...]]:
     """Cells that a row leaves open although they matter, by column the values that they may have: a row without a word
     about recomputation may have run any way where the framework's policy decides. Virtual stages that a row leaves open
     are as usual in the framework's recipes (``Job.open_stages``).

@@ -29,18 +29,7 @@ from stepsight.dataset.base.caching import cached, compiled
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.specs import RUNTIMES
 from stepsight.simulator.clock.engine import HOST, Floats, Ints
-from stepsight.simulator.schedules import KIND_NAMES, Schedule, order_actions, schedule_of
-from stepsight.simulator.schedules.order import (
-    COMPUTE,
-    MIDDLE,
-    POST,
-    WAIT,
-    Entries,
-    asynchronous,
-    by_end,
-    find_messages,
-    turns,
-)
+from stepsight.simulator.schedules import KIND_NAMES, Schedule, order, order_actions, schedule_of
 from stepsight.simulator.schedules.runtimes import deepspeed_entries, torch_entries
 
 Indices = NDArray[np.uint32]  # unsigned: signed indices cost a fifth of the time
@@ -122,7 +111,7 @@ Span = tuple[int, int, int]  # see ``advance``
 APART = -1  # replaces 0 or 1: the turn of a period; its entries are part of none
 
 
-def advance(entries: Entries, durations: Durations, state: State, log: Log | None, span: Span) -> None:
+def advance(entries: order.Entries, durations: Durations, state: State, log: Log | None, span: Span) -> None:
     """Process a range of entries: all rules of the clock.
 
     Args:
@@ -138,9 +127,9 @@ def advance(entries: Entries, durations: Durations, state: State, log: Log | Non
     start = np.zeros(len(numbers))
     for entry in range(begin, end):
         op, rank, at = ops[entry], ranks[entry], items[entry]
-        if op != WAIT:
+        if op != order.WAIT:
             clocks[rank, 0] += host[rank, op]
-        if op == COMPUTE:
+        if op == order.COMPUTE:
             for clock in range(len(numbers)):
                 start[clock] = clocks[rank, clock]
             for to in range(len(numbers)):
@@ -152,7 +141,7 @@ def advance(entries: Entries, durations: Durations, state: State, log: Log | Non
                 clocks[rank, to] = latest
                 if log is not None:
                     log.start[at, to], log.finish[at, to], log.cause[at, to] = start[to], latest, cause
-        elif op == WAIT:
+        elif op == order.WAIT:
             late = 1 if posted[at, 1] > posted[at, 0] else 0
             passed = posted[at, late] + message_seconds[at]
             holds = passed > clocks[rank, 0]
@@ -171,7 +160,7 @@ run_entries = compiled(advance)
 
 
 @compiled
-def run_periods(entries: Entries, durations: Durations, clocks: Floats, steady: Steady) -> None:
+def run_periods(entries: order.Entries, durations: Durations, clocks: Floats, steady: Steady) -> None:
     """Process all entries of several runs that differ only in durations; skip periods that repeat the one before.
 
     Once all clocks and all posts move on by the same time from one period to the next, they do so until the pattern
@@ -226,13 +215,13 @@ def _moves_on(state: State, turn: int) -> bool:
     return True
 
 
-def _skip(entries: Entries, state: State, steady: Steady, period: int) -> None:
+def _skip(entries: order.Entries, state: State, steady: Steady, period: int) -> None:
     """Advance all clocks over the periods from ``period`` on, each of which equals the last one."""
     clocks, posted, turn = state.clocks, state.posted, (period - 1) % 2
     shift = state.after[turn, 0] - state.after[1 - turn, 0]
     left, begin = steady.periods - period, steady.first + period * steady.length
     for entry in range(begin - steady.lag * steady.length, begin):
-        if entries.op[entry] == POST:
+        if entries.op[entry] == order.POST:
             ahead, side = entries.item[entry + left * steady.length], entries.side[entry]
             posted[ahead, side] = posted[entries.item[entry], side] + left * shift
     for rank in range(len(clocks)):
@@ -242,7 +231,7 @@ def _skip(entries: Entries, state: State, steady: Steady, period: int) -> None:
 
 
 @compiled
-def trace_path(entries: Entries, segment: Indices, log: Log, end: tuple[int, int], uses: Uses) -> None:
+def trace_path(entries: order.Entries, segment: Indices, log: Log, end: tuple[int, int], uses: Uses) -> None:
     """Walk back over the entries of a full run along the logged causes, from a rank and a clock, and count the
     durations on the way.
     """
@@ -252,19 +241,19 @@ def trace_path(entries: Entries, segment: Indices, log: Log, end: tuple[int, int
     for entry in range(len(ops) - 1, -1, -1):
         op, at = ops[entry], items[entry]
         if sought >= 0:
-            if op != POST or at != sought or sides[entry] != late:
+            if op != order.POST or at != sought or sides[entry] != late:
                 continue
             sought, rank = -1, ranks[entry]
         elif ranks[entry] != rank:
             continue
-        elif op == COMPUTE:
+        elif op == order.COMPUTE:
             cause = log.cause[at, clock]
             uses.transition[segment[at], clock, cause] += 1.0
             clock = cause
-        elif op == WAIT and clock == 0 and log.held[at, sides[entry]]:
+        elif op == order.WAIT and clock == 0 and log.held[at, sides[entry]]:
             uses.message[at] += 1.0
             sought, late = at, log.late[at]
-        if op != WAIT and clock == 0:
+        if op != order.WAIT and clock == 0:
             uses.host[op] += 1.0
 
 
@@ -283,10 +272,10 @@ class Track:
     # source, target: actions that make and need each message between stages, shape (num_messages,)
     source: Ints
     target: Ints
-    entries: Entries  # what ranks do, in an order that can run
+    entries: order.Entries  # what ranks do, in an order that can run
 
     @cached_property
-    def unsigned(self) -> Entries:
+    def unsigned(self) -> order.Entries:
         return self.entries.unsigned()
 
     @property
@@ -330,14 +319,14 @@ def track(schedule: Schedule, runtime: str = "asynchronous") -> Track:
     """
     if runtime not in RUNTIMES:
         raise JobError(f"runtime must be one of {', '.join(RUNTIMES)}, got {runtime!r:.80}")
-    order = order_actions(schedule)
-    messages = find_messages(order)
+    actions = order_actions(schedule)
+    messages = order.find_messages(actions)
     if runtime == "asynchronous":
-        entries = asynchronous(order, messages)
+        entries = order.asynchronous(actions, messages)
     else:
-        entries = (deepspeed_entries if runtime == "deepspeed" else torch_entries)(schedule, order, messages)
-    entries = by_end(entries, schedule.num_stages, len(messages.source))
-    of_order = order.stage, order.kind, order.micro_batch, order.part, turns(order)
+        entries = (deepspeed_entries if runtime == "deepspeed" else torch_entries)(schedule, actions, messages)
+    entries = order.by_end(entries, schedule.num_stages, len(messages.source))
+    of_order = actions.stage, actions.kind, actions.micro_batch, actions.part, order.turns(actions)
     return Track(schedule, runtime, *of_order, messages.source, messages.target, entries)
 
 
@@ -348,11 +337,11 @@ _FEWEST = 8  # periods that are worth testing
 def steady_state(track: Track) -> Steady:
     """Find the longest stretch of a track in which all stages repeat their entries for the next micro-batches."""
     op, stage, item, side = track.entries
-    compute = op == COMPUTE
+    compute = op == order.COMPUTE
     action = np.where(compute, item, 0)
     if track.num_messages:
         action = np.where(compute, action, track.source[np.where(compute, 0, item)])
-    pass_ = (track.part * len(KIND_NAMES) + track.kind) * 3 + np.where(track.turn == MIDDLE, 0, track.turn + 1)
+    pass_ = (track.part * len(KIND_NAMES) + track.kind) * 3 + np.where(track.turn == order.MIDDLE, 0, track.turn + 1)
     what = ((pass_[action] * 3 + op) * 2 + side) * track.num_stages + stage
     each = int((track.micro_batch[action] == track.schedule.num_micro_batches // 2).sum())
     for length in dict.fromkeys((each, each * track.num_stages)):
@@ -365,9 +354,9 @@ def steady_state(track: Track) -> Steady:
         first, end = stretches[np.diff(stretches).argmax()].tolist()
         periods = (end - first) // length + 1
         if periods >= _FEWEST:
-            posts, post = np.zeros((max(track.num_messages, 1), 2), dtype=np.int64), np.flatnonzero(op == POST)
+            posts, post = np.zeros((max(track.num_messages, 1), 2), dtype=np.int64), np.flatnonzero(op == order.POST)
             posts[item[post], side[post]] = post
-            wait = first + np.flatnonzero(op[first : first + length * periods] == WAIT)
+            wait = first + np.flatnonzero(op[first : first + length * periods] == order.WAIT)
             lag = (wait - posts[item[wait]].min(axis=1)).max(initial=0)
             return Steady(first, length, periods, int(lag) // length + 1)
     return Steady()
@@ -418,7 +407,7 @@ def track_clocks(
     return clocks[0] if one else clocks
 
 
-def end_clocks(entries: Entries, durations: Durations) -> Floats:
+def end_clocks(entries: order.Entries, durations: Durations) -> Floats:
     """The clocks of all ranks after some of the entries, shape ``(num_ranks, K)``."""
     state = at_rest(len(durations.host), len(durations.message), len(durations.clocks), 0)
     run_entries(entries.unsigned(), durations, state, None, (0, len(entries.op), APART))
@@ -440,7 +429,7 @@ def path_uses(run: TrackRun, stage: int, clock: int = 0) -> tuple[Floats, Floats
     """
     uses = Uses(np.zeros(run.transition.shape), np.zeros(run.track.num_messages), np.zeros(2))
     trace_path(run.track.unsigned, run.segment.view(np.uint32), run.log, (stage, clock), uses)
-    return uses.transition, uses.message, float(uses.host[COMPUTE]), float(uses.host[POST])
+    return uses.transition, uses.message, float(uses.host[order.COMPUTE]), float(uses.host[order.POST])
 
 
 def _durations(

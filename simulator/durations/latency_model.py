@@ -13,14 +13,7 @@ from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError
 from stepsight.dataset.base.registry import Registry, check_takes
 from stepsight.dataset.graph.program import Program
-from stepsight.dataset.hardware.hardware import (
-    Fabric,
-    Hardware,
-    alpha_beta_seconds,
-    find_hardware,
-    roofline_seconds,
-    unknown_hardware,
-)
+from stepsight.dataset.hardware import hardware as presets
 from stepsight.dataset.hardware.hardware_facts import ONE_LAUNCH, LaunchCalls
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
@@ -36,7 +29,7 @@ class LatencyModel(Protocol):
         knows_context: Whether ``in_context`` changes anything.
     """
 
-    hardware: Hardware
+    hardware: presets.Hardware
     knows_context: bool
 
     def op_seconds(self, ops: Sequence[Op]) -> Seconds:
@@ -73,11 +66,13 @@ def host_times(latency: LatencyModel) -> HostTimes | None:
     return getattr(latency, "host_times", None)
 
 
-def preset_latency(hardware_name: str, fabric: Fabric, calls: LaunchCalls = ONE_LAUNCH) -> RooflineLatency | None:
+def preset_latency(
+    hardware_name: str, fabric: presets.Fabric, calls: LaunchCalls = ONE_LAUNCH
+) -> RooflineLatency | None:
     """The roofline of a known hardware or of a hardware file, the same object each time; None if the name is unknown.
     ``calls``: of the host's software.
     """
-    hardware = find_hardware(hardware_name)
+    hardware = presets.find_hardware(hardware_name)
     return None if hardware is None else _roofline(hardware, fabric, calls)
 
 
@@ -89,23 +84,23 @@ class RooflineLatency:
 
     knows_context = False
 
-    def __init__(self, hardware: Hardware, fabric: Fabric, calls: LaunchCalls = ONE_LAUNCH) -> None:
+    def __init__(self, hardware: presets.Hardware, fabric: presets.Fabric, calls: LaunchCalls = ONE_LAUNCH) -> None:
         self.hardware = hardware
         self.fabric = fabric
         self.calls = calls
 
     def op_seconds(self, ops: Sequence[Op]) -> Seconds:
-        return np.array([roofline_seconds(op, self.hardware) for op in ops], dtype=np.float64)
+        return np.array([presets.roofline_seconds(op, self.hardware) for op in ops], dtype=np.float64)
 
     def collective_seconds(self, collectives: Sequence[Collective]) -> Seconds:
-        return np.array([alpha_beta_seconds(c, self.fabric) for c in collectives], dtype=np.float64)
+        return np.array([presets.alpha_beta_seconds(c, self.fabric) for c in collectives], dtype=np.float64)
 
     def in_context(self, programs: Sequence[Program], seconds: Sequence[Seconds]) -> Sequence[Seconds]:
         return seconds
 
 
 _roofline = cached(64)(RooflineLatency)
-LatencyMaker = Callable[[Hardware, Fabric], Any]
+LatencyMaker = Callable[[presets.Hardware, presets.Fabric], Any]
 LATENCY = "latency:"  # how a name begins that stands in place of a predictor's
 
 
@@ -130,7 +125,7 @@ class GivenLatency:
         name: For messages.
     """
 
-    def __init__(self, given: Any, hardware: Hardware, fabric: Fabric, name: str = "") -> None:
+    def __init__(self, given: Any, hardware: presets.Hardware, fabric: presets.Fabric, name: str = "") -> None:
         if not callable(getattr(given, "op_seconds", None)):
             raise PredictorError(f"latency {name} must make an object with op_seconds(ops), got {given!r:.80}")
         self.hardware = hardware
@@ -175,7 +170,7 @@ class GivenLatency:
         return seconds
 
 
-def named_latency(name: str, hardware: Hardware, fabric: Fabric) -> GivenLatency:
+def named_latency(name: str, hardware: presets.Hardware, fabric: presets.Fabric) -> GivenLatency:
     """Find a latency model by name, for a hardware and its links.
 
     Args:
@@ -192,16 +187,15 @@ def named_latency(name: str, hardware: Hardware, fabric: Fabric) -> GivenLatency
         except (ImportError, AttributeError, ValueError, SyntaxError) as error:
             sought = "in the current folder or in an installed package"
             why = f"no module {error.name!r} {sought}" if isinstance(error, ModuleNotFoundError) else error
-            raise PredictorError(
-                f"--latency {name!r:.80} must be module:function that can be imported: {why}"
-            ) from None
+            rule = "must be module:function that can be imported"
+            raise PredictorError(f"--latency {name!r:.80} {rule}: {why}") from None
     else:
         maker = LATENCIES[name]
     return _made(maker, hardware, fabric, name)
 
 
 @cached(maxsize=64)
-def _made(maker: LatencyMaker, hardware: Hardware, fabric: Fabric, name: str) -> GivenLatency:
+def _made(maker: LatencyMaker, hardware: presets.Hardware, fabric: presets.Fabric, name: str) -> GivenLatency:
     """One object for each device and fabric, so that what is timed once is remembered."""
     try:
         given = maker(hardware, fabric)
@@ -224,7 +218,7 @@ def latency_of_job(job: Job, name: str) -> GivenLatency:
         JobError: If the hardware is unknown.
         PredictorError: If there is no such latency, or it fails.
     """
-    hardware = find_hardware(job.cluster.hardware)
+    hardware = presets.find_hardware(job.cluster.hardware)
     if hardware is None:
-        raise JobError(f"with --latency, cluster.{unknown_hardware(job.cluster.hardware)}")
+        raise JobError(f"with --latency, cluster.{presets.unknown_hardware(job.cluster.hardware)}")
     return named_latency(name, hardware, job.fabric)

@@ -49,11 +49,6 @@ class CapturedStep:
         """Seconds until the last rank has finished."""
         return float(self.walked.end_s.max(initial=0.0))
 
-    def of_rank(self, place: int) -> tuple[Floats, Floats]:
-        """Start and end of each node of one rank."""
-        nodes = slice(*self.walked.joined.first[place : place + 2])
-        return self.walked.start_s[nodes], self.walked.end_s[nodes]
-
     @cached_property
     def breakdown(self) -> dict[str, float]:
         """Seconds by what the computation stream does or waits for, mean over ranks; they add up to the step."""
@@ -172,7 +167,8 @@ def _launches(graph: Program, hardware: Hardware) -> Floats:
 def _rank_causes(step: CapturedStep, place: int) -> dict[str, float]:
     """Seconds of one rank by cause."""
     graph, lost = step.graphs[place], step.lost[place]
-    start, end = step.of_rank(place)
+    own = slice(*step.walked.joined.first[place : place + 2])
+    start, end = step.walked.start_s[own], step.walked.end_s[own]
     found = dict.fromkeys(CAUSES, 0.0)
     nodes = np.flatnonzero((graph.columns["stream"] == COMPUTE) & graph.on_device)
     now = 0.0
