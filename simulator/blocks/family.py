@@ -321,6 +321,14 @@ def vit_head(shape: RankShape, shared: bool = False) -> Block:
     return (norm(shape, "final_norm", fork=False), pick, classes, loss(shape, images, model.vocab))
 
 
+def _equal_layers(model: ModelSpec) -> LayerKinds:
+    return (("layer", model.layers),)
+
+
+def _one_activation(shape: RankShape, layers_before: int) -> int:
+    return shape.local_rows * shape.model.hidden * shape.dtype_bytes
+
+
 @dataclass(frozen=True)
 class Family:
     """A model family: functions that make the blocks of its parts.
@@ -339,10 +347,8 @@ class Family:
     embedding: Callable[[RankShape, bool], Block]
     layer: Callable[[RankShape, str], Block]
     head: Callable[[RankShape, bool], Block]
-    layer_kinds: Callable[[ModelSpec], LayerKinds] = lambda model: (("layer", model.layers),)
-    boundary_bytes: Callable[[RankShape, int], int] = lambda shape, _: (  # one activation
-        shape.local_rows * shape.model.hidden * shape.dtype_bytes
-    )
+    layer_kinds: Callable[[ModelSpec], LayerKinds] = _equal_layers
+    boundary_bytes: Callable[[RankShape, int], int] = _one_activation
 
     def __post_init__(self) -> None:
         for name, arguments in (
