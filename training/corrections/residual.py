@@ -298,7 +298,7 @@ class NearRuns(Saved):
 
 
 def block_of(like: JobFeatures) -> tuple[str, ...]:
-    """What runs tell nothing of other values of: framework's profile, precision, and dense model, mixture or adapters."""
+    """What runs tell nothing of other values of: framework's profile, precision; dense model, mixture or adapters."""
     return tuple(like.labels[place] for place in _BLOCK)
 
 
