@@ -122,7 +122,7 @@ def write_captured(captured: Captured, folder: Path) -> None:
 
 def is_program(path: Path) -> bool:
     """Whether a path names a program that ``Program.save`` wrote, with or without ``.json``."""
-    return path.with_name(path.name.removesuffix(".json") + ".nodes.parquet").is_file()
+    return (path.parent / f"{path.name.removesuffix('.json')}.nodes.parquet").is_file()
 
 
 def check_capture_folder(folder: Path) -> None:

@@ -70,7 +70,8 @@ def _seconds(predictor: Predictor) -> list[float | str]:
 @pytest.mark.parametrize("name", teaching_names())
 def test_shipped_predictors_answer_bit_for_bit(name: str) -> None:
     before = _seconds(Predictor.load(name))
-    assert sum(isinstance(seconds, float) for seconds in before) >= len(EXAMPLES) - 1
+    in_8_bits = sum(Job.from_file(path).batch.precision == "fp8" for path in EXAMPLES)
+    assert sum(isinstance(seconds, float) for seconds in before) >= len(EXAMPLES) - in_8_bits
     with more_kinds():
         assert f"log_dim{len(DIMS) - 1}" in op_feature_names() and Op("scan", (1,) * len(DIMS)).record.code >= 1000
         assert _seconds(Predictor.load(name)) == before

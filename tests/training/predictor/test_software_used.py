@@ -105,7 +105,7 @@ def test_another_profile_of_the_software_brings_its_facts_and_the_drift() -> Non
 def test_a_stated_release_changes_the_time_of_shipped_predictors_alone() -> None:
     """The same job with the date of the profile takes as long as without a date; a roofline knows of no releases."""
     plain, usual = Job.of(EXAMPLE, {"framework": "nemo"}), nemo(FRAMEWORKS["nemo"].drift_from)
-    later, early = nemo("2025-08"), nemo("2020-01")
+    later, early = nemo("2025-08"), nemo("2024-03")
     base = predict(plain).iteration_time_s
     assert predict(usual).iteration_time_s == base and not predict(usual).software_used.release
     assert predict(later).iteration_time_s == pytest.approx(base * math.exp(4 * RATE_LOG))
