@@ -124,10 +124,11 @@ class Row:
 
     def __post_init__(self) -> None:
         """Fill in cells that the source of its table states elsewhere (``published_rows.toml``)."""
+        named = {**self.cells, "plain_name": plain_name(self)}
         for told in _CELLS:
-            named = {**self.cells, "plain_name": plain_name(self)}
             if all(re.search(words, named.get(name) or "", re.IGNORECASE) for name, words in told["when"].items()):
                 object.__setattr__(self, "cells", {**self.cells, **told["set"]})
+                named = {**self.cells, "plain_name": plain_name(self)}
 
     def text(self, key: str) -> str:
         """A cell, or an empty string if it is unknown."""
