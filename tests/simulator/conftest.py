@@ -6,13 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
 from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-
-settings.register_profile("no-deadline", deadline=None)  # the first call may load numba
-settings.load_profile("no-deadline")
 
 JobMaker = Callable[..., Job]
 
