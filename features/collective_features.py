@@ -137,7 +137,7 @@ def _longest(collective: Collective, fabric: Fabric) -> float:
 # Where there are no protocols: the latency of the network, and what each rank that a rank sends to costs.
 CHOICE_TERMS = ("call", "quick_steps", "bulk_steps", "adapters", "links_within_node")
 
-LINK_FACTS = 8  # numbers of ``link_facts``
+LINK_FACTS = 11  # numbers of ``link_facts``
 US = 1e-6
 NEAR_LATENCY, FAR_LATENCY = 5e-6, 10e-6  # stated latencies of the fabrics (DGX) for which NCCL's constants are valid
 # How often a step between nodes waits for what a network takes longer than InfiniBand.  NCCL adds its plugin's own
@@ -188,18 +188,20 @@ MESSAGE_CALL = 5.0  # us
 
 def link_facts(fabric: Fabric) -> Array:
     """Bandwidth and latency of the links within a node and between nodes, whether LL128 crosses nodes, the
-    bandwidth of an adapter, the host's time for a message, and the loss of bandwidth with nodes, ``(8,)``."""
+    bandwidth of an adapter, the loss of bandwidth with nodes, the host's time for a message and for a rendezvous, the most
+    bytes/s in LL, and the share of an all-to-all, ``(LINK_FACTS,)``."""
     near, far = fabric.intra_node, fabric.inter_node
     links = [near.bandwidth_bytes_per_s, near.latency_s, far.bandwidth_bytes_per_s, far.latency_s]
     adapter = max(far.adapter_bytes_per_s, far.bandwidth_bytes_per_s)
-    return np.array([*links, float(far.ll128), adapter, far.message_s, far.scaling_loss])
+    hosts = [far.message_s, far.rendezvous_s, far.ll_bytes_per_s or np.inf, far.direct_share]
+    return np.array([*links, float(far.ll128), adapter, far.scaling_loss, *hosts])
 
 
 def choice_terms(collectives: Sequence[Collective], links: Array) -> Array:
     """Seconds by term of every choice that NCCL has for collectives of one kind.
 
-    ``collectives``: of one kind.  ``links``: ``link_facts`` of each one's fabric, ``(collectives, 8)``, or of the one
-    fabric, ``(8,)``.  Returns seconds, ``(collectives, choices, len(CHOICE_TERMS))``.  Of each choice, they add up to
+    ``collectives``: of one kind.  ``links``: ``link_facts`` of each one's fabric, ``(collectives, LINK_FACTS)``, or of
+    the one fabric, ``(LINK_FACTS,)``.  Returns seconds, ``(collectives, choices, len(CHOICE_TERMS))``.  Of each choice, they add up to
     its time, except that of the terms ``OVERLAPPING`` the longer counts.  A choice that NCCL does not have there is
     infinitely long.
     """
@@ -228,9 +230,9 @@ class _Layout:
         self.across = self.nodes > 1
         self.ranks = self.nodes * self.near
         self.near_bandwidth, near_latency, self.far_bandwidth, self.far_latency, *own = links.T
-        self.has_ll128, self.adapter, message, loss = own
+        self.has_ll128, self.adapter, loss, message, rendezvous, self.most_ll, self.direct_share = own
         self.far_bandwidth = self.far_bandwidth / np.maximum(self.nodes / 4, 1.0) ** loss
-        self.message = message / US
+        self.message, self.rendezvous = message / US, rendezvous / US
         self.near_pace = near_latency / NEAR_LATENCY
         self.far_pace = np.minimum(self.far_latency / FAR_LATENCY, 1.0)
         self.far_wait = np.maximum(self.far_latency - FAR_LATENCY, 0.0) / US
@@ -266,7 +268,7 @@ def _direct(layout: _Layout) -> Array:
     each = np.maximum(DIRECT_FAR * slowed, layout.message)
     peers = (layout.near - 1) * DIRECT_NEAR * layout.near_pace + others * each
     core = 1 + CORE_GROWTH * np.maximum(layout.doublings - 1, 0.0)
-    between = core * layout.num_bytes * (1 - 1 / layout.nodes) / layout.far_bandwidth
+    between = core * layout.num_bytes * (1 - 1 / layout.nodes) / (layout.far_bandwidth * layout.direct_share)
     within = layout.num_bytes * (layout.near - 1) / layout.ranks / layout.near_bandwidth
     return layout.terms(DIRECT_CALL, latency, peers, between, within)[:, None]
 
@@ -275,7 +277,7 @@ def _ring(layout: _Layout, passes: float, trees: bool, protocol: int) -> Array:
     far_steps = passes * (layout.nodes - 1)
     near_steps = passes * (layout.ranks - 1) - far_steps
     near = layout.near_pace * NEAR["ring"][protocol]
-    posted = HOST[protocol] * layout.message
+    posted = np.maximum(HOST[protocol] * layout.message, layout.rendezvous if protocol == SIMPLE else 0.0)
     near = np.where(layout.across, np.maximum(near, posted), near)
     far = layout.far(np.where(layout.near > 1, FAR["ring"][protocol], FAR["tree"][protocol]), protocol)
     far = np.maximum(far, posted)
@@ -326,7 +328,8 @@ def _transfers(
     within = (layout.near > 1) * moved / (part * layout.near_bandwidth)
     if protocol == LL:
         most = LL_MOST * np.maximum(1.0, layout.near_bandwidth / LL_LINK) * np.where(layout.across, 1.0, 4.0)
-        return np.where(layout.across, np.maximum(between, moved / most), 0.0), np.maximum(
+        across = np.maximum(between, moved / np.minimum(most, layout.most_ll))
+        return np.where(layout.across, across, 0.0), np.maximum(
             within, np.where(layout.across, 0.0, moved / most)
         )
     if protocol == LL128:  # none over PCIe, nor where the network does not keep the order of 128 bytes

@@ -215,6 +215,9 @@ LINK_KEYS = {
     "burst_bytes": (0.0, 1e12, "burst_bytes", 1.0),
     "adapter_gbytes_per_s": (1e-6, 1e6, "adapter_bytes_per_s", 1e9),
     "message_us": (0.0, 1e9, "message_s", 1e-6),
+    "rendezvous_us": (0.0, 1e9, "rendezvous_s", 1e-6),
+    "ll_gbytes_per_s": (1e-6, 1e6, "ll_bytes_per_s", 1e9),
+    "direct_share": (0.01, 1.0, "direct_share", 1.0),
     "scaling_loss": (0.0, 2.0, "scaling_loss", 1.0),
 }
 _NEEDED = ("bandwidth_gbytes_per_s", "latency_us")
@@ -234,12 +237,16 @@ class Link:
     adapter_bytes_per_s: float = 0.0
     # time of the host for each message that it posts: messages to one adapter follow each other no closer
     message_s: float = 1e-6
+    rendezvous_s: float = 0.0  # the same for a message that both sides agree on first, as those of Simple are
+    ll_bytes_per_s: float = 0.0  # most that a node moves in LL, whose lines hosts send; 0: what NCCL counts with
+    direct_share: float = 1.0  # part of the bandwidth that each rank's messages to all others reach (all-to-all)
     scaling_loss: float = 0.0  # beyond four nodes a collective's bandwidth falls as (nodes / 4) ** -scaling_loss
 
     def __post_init__(self) -> None:
+        defaults = {each.name: each.default for each in fields(self)}
         for least, most, name, unit in LINK_KEYS.values():
-            value, known = getattr(self, name), name != "adapter_bytes_per_s" or self.adapter_bytes_per_s != 0.0
-            if known and not least * unit <= value <= most * unit:
+            value = getattr(self, name)
+            if value != defaults[name] and not least * unit <= value <= most * unit:
                 limits = f"{least * unit:g} and {most * unit:g}"
                 raise JobError(f"a link's {name} must lie within {limits}, got {value}")
 
