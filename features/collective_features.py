@@ -188,8 +188,8 @@ MESSAGE_CALL = 5.0  # us
 
 def link_facts(fabric: Fabric) -> Array:
     """Bandwidth and latency of the links within a node and between nodes, whether LL128 crosses nodes, the
-    bandwidth of an adapter, the loss of bandwidth with nodes, the host's time for a message and for a rendezvous, the most
-    bytes/s in LL, and the share of an all-to-all, ``(LINK_FACTS,)``."""
+    bandwidth of an adapter, the loss with nodes, the host's time for a message and a rendezvous, the most bytes/s in
+    LL, and the share of an all-to-all, ``(LINK_FACTS,)``."""
     near, far = fabric.intra_node, fabric.inter_node
     links = [near.bandwidth_bytes_per_s, near.latency_s, far.bandwidth_bytes_per_s, far.latency_s]
     adapter = max(far.adapter_bytes_per_s, far.bandwidth_bytes_per_s)
@@ -200,10 +200,9 @@ def link_facts(fabric: Fabric) -> Array:
 def choice_terms(collectives: Sequence[Collective], links: Array) -> Array:
     """Seconds by term of every choice that NCCL has for collectives of one kind.
 
-    ``collectives``: of one kind.  ``links``: ``link_facts`` of each one's fabric, ``(collectives, LINK_FACTS)``, or of
-    the one fabric, ``(LINK_FACTS,)``.  Returns seconds, ``(collectives, choices, len(CHOICE_TERMS))``.  Of each choice, they add up to
-    its time, except that of the terms ``OVERLAPPING`` the longer counts.  A choice that NCCL does not have there is
-    infinitely long.
+    ``collectives``: of one kind.  ``links``: ``link_facts`` of the one fabric, or of each one's fabric, a row each.
+    Returns seconds, ``(collectives, choices, len(CHOICE_TERMS))``.  Of each choice, they add up to its time, except
+    that of the terms ``OVERLAPPING`` the longer counts.  A choice that NCCL does not have there is infinitely long.
     """
     sizes = np.array([(c.num_bytes, c.group_size, c.ranks_per_node) for c in collectives], float).reshape(-1, 3)
     record = collectives[0].record
@@ -329,9 +328,7 @@ def _transfers(
     if protocol == LL:
         most = LL_MOST * np.maximum(1.0, layout.near_bandwidth / LL_LINK) * np.where(layout.across, 1.0, 4.0)
         across = np.maximum(between, moved / np.minimum(most, layout.most_ll))
-        return np.where(layout.across, across, 0.0), np.maximum(
-            within, np.where(layout.across, 0.0, moved / most)
-        )
+        return np.where(layout.across, across, 0.0), np.maximum(within, np.where(layout.across, 0.0, moved / most))
     if protocol == LL128:  # none over PCIe, nor where the network does not keep the order of 128 bytes
         within = np.where((layout.near_bandwidth >= LL128_LINK) & (layout.has_ll128 > 0), within, np.inf)
     return between, within

@@ -106,7 +106,7 @@ class Report:
 
 _PLACE = re.compile(r"\b(?:in|out-of)-place\b")
 FEWEST_COLLECTIVES = 8  # collectives between nodes that a calibration takes
-LARGER, LAYOUTS = "larger groups", "each layout left out in turn"
+LARGER, LEFT_OUT = "larger groups", "each {} left out in turn"
 
 
 def calibrate_links(
@@ -136,7 +136,9 @@ def calibrate_links(
     fitted = fit(small)
     by, judged, after = LARGER, ~small, fitted.seconds(works, fabric)
     if small.all():
-        by, judged, after = LAYOUTS, small, left_out_seconds(works, fabric, fit, alone=start)
+        layouts = len({(work.group_size, work.ranks_per_node) for work in works})
+        by, judged = LEFT_OUT.format("layout" if layouts > 1 else "size of the only layout"), small
+        after = left_out_seconds(works, fabric, fit)
     change = Change.of(start.seconds(works, fabric)[judged], after[judged], seconds[judged])
     factors = {name: dict(zip(CHOICE_TERMS, own.tolist(), strict=True)) for name, own in fitted.factors.items()}
     doubts = link_doubts(works, fabric, seconds)

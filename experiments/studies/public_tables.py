@@ -17,7 +17,7 @@ from stepsight.dataset.tables import Measurements, read_table
 from stepsight.experiments.evaluation.table_errors import group_of
 from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.studies.study import Row, Study, cases
-from stepsight.training.collectives.between_nodes import UNFITTED, fit_site
+from stepsight.training.collectives.between_nodes import UNFITTED, BetweenNodes, fit_site, left_out_seconds
 from stepsight.training.corrections.corrector import rows_by
 from stepsight.training.fitting.own_table import family_figures, held_out
 from stepsight.training.kernels.kernel_models import dtype_class, fit_kernels, op_rows
@@ -86,37 +86,39 @@ SITES: Mapping[str, Fabric] = {  # with their links; the second states none, and
 }
 
 
-def collective_figures(site: str, data: Path, predictor: Predictor) -> list[Row]:
-    """Errors in percent of each class of one site's rows, and of all of them."""
-    (works, seconds), links = site_rows(site, read_table("nccl-tests", data / TESTS)), SITES[site]
+def collective_figures(
+    site: str, works: Sequence[Collective], seconds: Array, links: Fabric, predictor: Predictor, start: BetweenNodes
+) -> list[Row]:
+    """Errors in percent of each class of one site's rows, and of all of them; ``start``: factors without the site."""
     small = small_groups(works)
-    others = fit_links(without(read_links(RECIPES[H100], data)[0], links, works)).between
-    assert others is not None
-    own = [work for work, fitted in zip(works, small, strict=True) if fitted]
-    models: dict[str, Any] = {
-        "shipped": predictor.collective,
-        "left_out": others,
-        "unfitted": UNFITTED,
-        "calibrated": fit_site(others, own, links, seconds[small]),
-    }
+
+    def fit(rows: Mask) -> BetweenNodes:
+        return fit_site(start, [works[index] for index in np.flatnonzero(rows).tolist()], links, seconds[rows])
+
+    own = fit(small) if 0 < small.sum() < len(works) else start
+    models: dict[str, Any] = {"shipped": predictor.collective, "start": start, "unfitted": UNFITTED, "calibrated": own}
     off = {name: _off(model.seconds(works, links), seconds) for name, model in models.items()}
+    off["in_turn"] = _off(left_out_seconds(works, links, fit), seconds)
     figures = []
     classes = sorted(rows_by(group_of(work, 0.0) for work in works).items())
     for (kind, size, ranks), index in [*classes, (("all", "", ""), np.arange(len(works)))]:
         judged = index[~small[index]]  # by the factors of the site's own small groups
         row = {"site": site, "kind": kind, "size": size, "ranks": ranks, "rows": len(index)}
-        row |= {name: float(off[name][index].mean()) for name in models}
-        row["calibrated"] = float(off["calibrated"][judged].mean()) if len(judged) else None
-        figures.append({**row, "calibrated_rows": len(judged)})
+        row |= {name: float(each[index].mean()) for name, each in off.items()}
+        larger = {name: float(off[name][judged].mean()) if len(judged) else None for name in ("start", "calibrated")}
+        row |= {"larger": larger["start"], "calibrated": larger["calibrated"], "calibrated_rows": len(judged)}
+        figures.append(row)
     return figures
 
 
-def site_rows(site: str, measured: Measurements) -> tuple[list[Collective], Array]:
-    """Distinct collectives between the nodes of a site, and the median of their seconds."""
+def site_rows(measured: Measurements, fabric: str = "") -> tuple[list[Collective], Array]:
+    """Distinct collectives between the nodes of a site, and the median of their seconds; ``fabric``: its links, in a
+    table of several sites.  Broadcasts are left out, since nccl-tests starts the next one before the last has ended.
+    """
     found: dict[Collective, list[float]] = {}
-    for work, fabric, seconds in zip(measured.works, measured.fabric, measured.seconds, strict=True):
-        if fabric == f"nccl-tests-example-{site}" and isinstance(work, Collective) and work.num_nodes > 1:
-            found.setdefault(work, []).append(float(seconds))
+    for work, links, seconds in zip(measured.works, measured.fabric, measured.seconds.tolist(), strict=True):
+        if links.endswith(fabric) and isinstance(work, Collective) and work.num_nodes > 1 and work.kind != "broadcast":
+            found.setdefault(work, []).append(seconds)
     return list(found), np.array([np.median(times) for times in found.values()])
 
 
@@ -134,12 +136,19 @@ def without(rows: CollectiveRows, links: Fabric, works: Sequence[Collective]) ->
 
 
 def run_collectives(options: argparse.Namespace) -> tuple[Any, str]:
-    """Judge the collectives of every site."""
+    """Judge the collectives of every site: of the public table, or of folders of logs, FABRIC/SITE/LOGS."""
     predictor = Predictor.load(options.predictor or H100)
-    figures = [row for site in SITES for row in collective_figures(site, options.data, predictor)]
+    start, figures = predictor.collective.between or UNFITTED, []
+    for folder in sorted(options.logs.glob("*/*")) if options.logs else []:
+        rows = site_rows(read_table("nccl-tests", folder))
+        figures += collective_figures(folder.name, *rows, find_fabric(folder.parent.name), predictor, start)
+    for site, links in {} if options.logs else SITES.items():
+        works, seconds = site_rows(read_table("nccl-tests", options.data / TESTS), site)
+        others = fit_links(without(read_links(RECIPES[H100], options.data)[0], links, works)).between or UNFITTED
+        figures += collective_figures(site, works, seconds, links, predictor, others)
     columns = {"site": "site", "kind": "kind", "ranks": "ranks", "size": "size", "rows": "rows",
-               "shipped %": "shipped", "left out": "left_out", "unfitted": "unfitted",
-               "not fitted": "calibrated_rows", "calibrated": "calibrated"}  # fmt: skip
+               "shipped %": "shipped", "without the site": "start", "unfitted": "unfitted", "in turn": "in_turn",
+               "larger rows": "calibrated_rows", "larger": "larger", "calibrated": "calibrated"}  # fmt: skip
     return {"figures": figures}, table_of(figures, columns)
 
 
@@ -147,4 +156,5 @@ _DATA = {"--data": {"type": Path, "required": True, "help": "folder of the publi
 _ONLY = {"--only": {"choices": list(RECIPES), "help": "one predictor's data"}}
 KERNELS = Study("kernels", cases("about")["kernels"], run_kernels, {**_DATA, **_ONLY})
 _PREDICTOR = {"--predictor": {"type": Path, "help": "folder of a predictor to judge in place of the shipped one"}}
-COLLECTIVES = Study("collectives", cases("about")["collectives"], run_collectives, {**_DATA, **_PREDICTOR})
+_LOGS = {"--logs": {"type": Path, "help": "nccl-tests' logs to judge instead, as PRESET_OF_A_FABRIC/SITE/LOGS"}}
+COLLECTIVES = Study("collectives", cases("about")["collectives"], run_collectives, {**_DATA, **_PREDICTOR, **_LOGS})

@@ -1,14 +1,14 @@
-"""Seconds of NCCL's collectives between nodes: its cheapest choice, a few fitted factors, and a correction by size.
+"""Seconds of NCCL's collectives between nodes: its cheapest choice, a few fitted factors, and a cluster's corrections.
 
 NCCL's own constants (``collective_features.choice_terms``) carry algorithms, protocols, ranks and sizes; the fabric's
 stated latencies and bandwidths carry the network.  What is fitted are five factors, within physical bounds and with a
 prior: first for all kinds of one route together, then for each kind around those.
 
-A cluster's peculiarities (the size at which its NCCL changes algorithm, how its adapters take medium messages) recur on
-other numbers of ranks.  So of one cluster's own measurements, the logarithm of measured over fitted seconds is averaged
-over neighbouring sizes of a kind and shrunk where few were measured.  This correction fades to zero within four
-doublings of ranks, or of ranks per node, beyond the measured ones.  A larger message never takes less time: a curve is
-the isotonic regression of what was learned, which also keeps the order of two networks.
+A cluster's peculiarities (the size at which its NCCL changes algorithm, how its adapters take medium messages) recur at
+similar sizes on similar numbers of ranks.  So of one cluster's own measurements, what the factors leave is a Gaussian
+process over bytes, ranks and ranks per node.  Both count, for each kind and size, as far as layouts that were left out
+say that they improve the prediction.  A larger message or another node never takes less time: a curve over sizes is the
+isotonic regression of what was learned, over sizes and then over nodes.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.base.caching import Memo
 from stepsight.dataset.base.files import IF_SET, Saved
 from stepsight.dataset.hardware.hardware import Fabric
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective
 from stepsight.features.collective_features import CHOICE_TERMS, LINK_FACTS, OVERLAPPING, choice_terms, link_facts
-from stepsight.training.corrections.corrector import Support, rows_by
+from stepsight.training.corrections.corrector import Neighbours, Support, fit_neighbours, rows_by
 from stepsight.training.regression.regressor import SHARPNESS, SLACK, Bounds, minimise, robust_loss
 
 # Bytes of the curve's knots: half octaves, up to 16 GiB.
 KNOTS = np.unique(np.round(2.0 ** np.arange(0, 34.01, 0.5)).astype(np.int64))
 LOG_KNOTS = np.log(KNOTS.astype(np.float64))
 OCTAVE = float(np.log(2.0))
-WIDTH = OCTAVE  # log units over which sizes count as neighbours
-SHRINK = 1.0  # rows that say that nothing is beyond the fitted choices
-FADE = 4 * OCTAVE  # log units beyond the measured ranks at which nothing is left
+# Log units of bytes, ranks and ranks per node over which measurements are alike, and of sizes for what is carried over.
+WIDTHS, SHARE_WIDTH = OCTAVE * np.array([1.5, 2.5, 2.5]), 2 * OCTAVE
 MOST = 1.0  # log units of a correction
-CARRIED = 0.1  # log units by which layouts of one cluster differ: of smaller corrections, little carries over
-SITE_FOLDS = 5  # groups of layouts that are left out in turn
+MOST_DOUBLINGS = 17  # of the nodes of a corrected curve
+MAX_CURVES = 128  # entries of a model's cache
+CARRIED = 0.1  # log units that measurements must differ from what is known before they say what carries over
+SITE_FOLDS = 5  # groups of layouts, or of sizes, that are left out in turn
 
 
 def read_curve(log_seconds: Array, num_bytes: Array) -> Array:
@@ -60,35 +62,26 @@ def never_falling(values: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class SizeResidual(Saved):
-    """The correction of one kind on one cluster."""
+class SiteResidual(Saved):
+    """What one cluster's measurements of a kind say beyond its factors."""
 
-    logs: Array  # at KNOTS, log units
-    support: Support  # logarithms of bytes, ranks and ranks per node that were measured
-    strength: float = field(default=1.0, metadata=IF_SET)  # share that carries over to layouts that were not measured
-    layouts: tuple[tuple[int, int], ...] = field(default=(), metadata=IF_SET)  # measured ranks, and ranks per node
+    near: Neighbours  # at ``place`` in units of ``WIDTHS``
+    before: Array  # factors of ``CHOICE_TERMS`` before the cluster was measured
+    shares: Array  # of the change of factors and of ``near`` that carries over, at KNOTS
 
     prior_std_log = 0.15  # by which NCCL's constants are wrong on a real network
 
     def log_factor(self, asked: Sequence[Collective]) -> Array:
         """Logarithm of the factor of each collective, ``(asked,)``."""
-        sizes = np.log(np.maximum([work.num_bytes for work in asked], 1.0))
-        return np.asarray(self.known(asked) * np.interp(sizes, LOG_KNOTS, self.logs))
+        return np.clip(self.near.log_factor(_scaled(asked)), -MOST, MOST)
 
     def known(self, asked: Sequence[Collective]) -> Array:
-        """Share that is left of the correction, by ranks and ranks per node; partly filled nodes count as full."""
-        places = [(c.num_nodes * c.ranks_per_node, c.ranks_per_node) for c in asked]
-        layout = Support(self.support.low[1:], self.support.high[1:])
-        beyond = layout.beyond(np.log(np.array(places, float).reshape(-1, 2))).sum(axis=1)
-        shares = np.where([each in self.layouts for each in places], 1.0, self.strength)
-        return np.asarray(shares * np.clip(1 - beyond / FADE, 0.0, 1.0))
+        """Squared similarity with the nearest measured collective, ``(asked,)``."""
+        return self.near.known(_scaled(asked))
 
 
-def size_residual(num_bytes: Array, off: Array) -> Array:
-    """Correction at ``KNOTS``, ``(knots,)``, from logarithms of measured over fitted seconds at some sizes."""
-    sizes = np.log(np.maximum(num_bytes, 1.0))
-    weights = np.exp(-0.5 * ((LOG_KNOTS[:, None] - sizes) / WIDTH) ** 2)
-    return np.asarray(np.clip(weights @ off / (weights.sum(axis=1) + SHRINK), -MOST, MOST))
+def _scaled(asked: Sequence[Collective]) -> Array:
+    return np.array([place(each) for each in asked]).reshape(-1, AXES) / WIDTHS
 
 
 Array = NDArray[np.float64]
@@ -109,7 +102,7 @@ CLUSTERS = 6  # whose mean the prior is: one more cluster moves what is expected
 KIND_STD = 0.5  # of those: how much a kind may differ from its route
 NOISE = 0.15  # log units by which NCCL's constants are wrong on a real network
 INDEPENDENT = 4.0  # weight of a cluster's rows of a kind, in rows: they share the cluster's peculiarities
-SITE_NOISE = 0.1  # the same if a cluster is fitted on its own measurements
+SITE_NOISE, SITE_INDEPENDENT = 0.1, 16.0  # the same if a cluster is fitted on its own measurements
 STEPS = 60
 LONGEST_STEP = 0.5  # of a factor's logarithm
 AXES = 3  # of the measured range: logarithms of bytes, ranks and ranks per node
@@ -124,22 +117,48 @@ class BetweenNodes(Saved):
     # smallest and largest logarithm of bytes, ranks and ranks per node that were measured, by kind
     support: Mapping[str, Support]
     errors: Mapping[str, float]  # mean absolute log-error on layouts that were left out in turn, by kind
-    # corrections of one cluster by the size of a message, by kind
-    residuals: Mapping[str, SizeResidual] = field(default_factory=dict, metadata=IF_SET)
+    # what one cluster's own measurements say, by kind
+    residuals: Mapping[str, SiteResidual] = field(default_factory=dict, metadata=IF_SET)
+    _known: Memo[Any, tuple[Array, Array]] = field(
+        default_factory=lambda: Memo("collectives: corrected curves", MAX_CURVES), init=False, compare=False, repr=False
+    )
 
     def seconds(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:
         """Seconds of each collective alone, ``(collectives,)``."""
         seconds = np.asarray(self.parts(collectives, fabric).sum(axis=1))
-        if not self.residuals:
-            return seconds
-        layouts = rows_by((each.kind, each.num_nodes, each.ranks_per_node) for each in collectives)
-        for (kind, nodes, near), members in layouts.items():
-            if kind in self.residuals:  # the corrected seconds of a layout never fall with size
-                works = [Collective(kind, size, nodes * near, near) for size in KNOTS.tolist()]
-                logs = np.log(self.parts(works, fabric).sum(axis=1)) + self.residuals[kind].log_factor(works)
-                num_bytes = np.array([collectives[index].num_bytes for index in members], dtype=np.float64)
-                seconds[members] = read_curve(never_falling(logs), num_bytes)
+        layouts = rows_by((each.kind, each.ranks_per_node) for each in collectives if self.residuals)
+        for (kind, near), members in layouts.items():
+            if kind in self.residuals:
+                nodes, curves = self._curves(kind, near, fabric)
+                steps = np.arange(len(nodes))
+                for each, own in rows_by(collectives[index].num_nodes for index in members).items():
+                    at = float(np.interp(np.log(each), nodes, steps))
+                    low, high = curves[int(at)], curves[min(int(at) + 1, len(nodes) - 1)]
+                    num_bytes = np.array([collectives[index].num_bytes for index in members[own]], dtype=np.float64)
+                    seconds[members[own]] = read_curve(low + (at - int(at)) * (high - low), num_bytes)
         return seconds
+
+    def _curves(self, kind: str, near: int, fabric: Fabric) -> tuple[Array, Array]:
+        """Logarithms of numbers of nodes, ``(nodes,)``, and of corrected seconds at ``KNOTS``, ``(nodes, knots)``.
+
+        They fall neither with sizes nor with nodes: powers of two, and the measured numbers.
+        """
+        known = self._known.get((kind, near, fabric))
+        if known is not None:
+            return known
+        residual = self.residuals[kind]
+        ranks = np.exp(residual.near.positions * WIDTHS)[:, 1:]
+        measured = {round(n / near) for n, own in ranks.tolist() if round(own) == near}
+        nodes = sorted({2**power for power in range(1, MOST_DOUBLINGS + 1)} | measured)
+        works = [Collective(kind, size, each * near, near) for each in nodes for size in KNOTS.tolist()]
+        before = replace(self, factors={kind: residual.before}).parts(works, fabric).sum(axis=1)
+        after = np.log(self.parts(works, fabric).sum(axis=1)) + residual.log_factor(works)
+        shares = np.tile(residual.shares, len(nodes))
+        logs = ((1 - shares) * np.log(before) + shares * after).reshape(len(nodes), -1)
+        rising = np.array([never_falling(row) for row in logs])
+        found = np.log(nodes), np.transpose([never_falling(column) for column in rising.T])
+        self._known[kind, near, fabric] = found
+        return found
 
     def parts(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:
         """Seconds of each collective by ``CHOICE_TERMS`` in the cheapest choice, ``(collectives, terms)``."""
@@ -155,6 +174,18 @@ class BetweenNodes(Saved):
         known, record = self.factors.get(kind), COLLECTIVE_KINDS.get(kind)
         return self.factors.get(record.route if record else kind, FACTORS.prior) if known is None else known
 
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any], **given: Any) -> Self:
+        """As of ``Saved``; earlier versions saved logarithms at ``KNOTS``, which held up to the largest layout."""
+        residuals = dict(value.get("residuals", {}))
+        for kind, old in residuals.items():
+            if "near" not in old:
+                old = old if isinstance(old, dict) else {"logs": old, "support": value["support"][kind]}
+                places = np.array([(size, *old["support"]["high"][1:]) for size in LOG_KNOTS]) / WIDTHS
+                near = fit_neighbours(places, np.array(old["logs"], float) * old.get("strength", 1.0), 1.0)
+                residuals[kind] = SiteResidual(near, value["factors"][kind], np.ones(len(KNOTS))).to_dict()
+        return super().from_dict({**value, "residuals": residuals}, **given)
+
     def __post_init__(self) -> None:
         for name, factors in self.factors.items():
             low, high = FACTORS.low * (1 - SLACK), FACTORS.high * (1 + SLACK)
@@ -162,23 +193,13 @@ class BetweenNodes(Saved):
                 rule = f"factors of {name} must lie within {FACTORS.low.tolist()} and {FACTORS.high.tolist()}"
                 raise ValueError(f"{rule}, got {factors.tolist()!s:.80}")
         for kind, residual in self.residuals.items():
-            off = residual.logs
-            if off.shape != KNOTS.shape or not (np.abs(off) <= MOST).all() or not 0 <= residual.strength <= 1:
-                rule = f"{len(KNOTS)} numbers within -{MOST:g} and {MOST:g}, of a kind with a measured range"
-                got = f"and its strength from 0 to 1, got {off.tolist()!s:.80}"
-                raise ValueError(f"the correction of {kind} must be {rule}, {got}")
+            shares = residual.shares
+            if shares.shape != KNOTS.shape or not ((shares >= 0) & (shares <= 1)).all():
+                rule = f"must be {len(KNOTS)} numbers from 0 to 1"
+                raise ValueError(f"the shares of {kind} {rule}, got {shares.tolist()!s:.80}")
         for kind, (low, high) in self.support.items():
             if low.shape != (AXES,) or high.shape != (AXES,) or not (low <= high).all():
                 raise ValueError(f"the measured range of {kind} must be two lists of {AXES} numbers, lowest first")
-
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any], **given: Any) -> Self:
-        """As of ``Saved``; earlier versions saved the logarithms alone of a correction by size."""
-        residuals = {
-            kind: {"logs": table, "support": value["support"][kind]} if isinstance(table, list) else table
-            for kind, table in value.get("residuals", {}).items()
-        }
-        return super().from_dict({**value, "residuals": residuals}, **given)
 
 
 UNFITTED = BetweenNodes({}, {}, {})
@@ -231,72 +252,60 @@ def fit_between_nodes(
 
 
 def fit_site(start: BetweenNodes, collectives: Sequence[Collective], fabric: Fabric, seconds: Array) -> BetweenNodes:
-    """Fit the factors and a correction by size to one cluster's own measurements; ``start``: factors from elsewhere.
+    """Fit the factors and what they leave to one cluster's own measurements; ``start``: factors from elsewhere.
 
-    Layouts that are left out in turn tell how much of it carries over to layouts that were not measured.
+    Layouts that are left out in turn tell how much of it carries over, for each kind and size on its own.  Kinds that
+    were not measured stay as they were: the sums of public logs tell little of a cluster's other kinds.
     """
-    fitted = _site_factors(start, collectives, fabric, seconds)
 
     def fit(rows: NDArray[np.bool_]) -> BetweenNodes:
         return _site_factors(start, [c for c, own in zip(collectives, rows, strict=True) if own], fabric, seconds[rows])
 
+    fitted = fit(np.ones(len(seconds), dtype=np.bool_))
     before = np.log(start.seconds(collectives, fabric))
-    change = np.log(left_out_seconds(collectives, fabric, fit, alone=fitted)) - before
-    told = float(change @ change) + len(change) * CARRIED**2
-    agreed = float(change @ (np.log(seconds) - before))
-    strength = min(max(agreed / told, 0.0), 1.0)
-    factors = dict(fitted.factors)
-    for name, found in factors.items():
-        factors[name] = np.exp((1 - strength) * np.log(start.factors_of(name)) + strength * np.log(found))
-    fitted = replace(fitted, factors=factors, residuals={})
-    return replace(fitted, residuals=_size_residuals(fitted, collectives, fabric, seconds, strength))
+    change = np.log(left_out_seconds(collectives, fabric, fit)) - before
+    agreed = change * np.clip(np.log(seconds) - before, -MOST, MOST)
+    sizes = np.log(np.maximum([collective.num_bytes for collective in collectives], 1.0))
+    residuals = {}
+    for kind, index in rows_by(collective.kind for collective in collectives).items():
+        alike = np.exp(-0.5 * ((LOG_KNOTS[:, None] - sizes[index]) / SHARE_WIDTH) ** 2)
+        shares = (alike @ agreed[index] + CARRIED**2) / (alike @ change[index] ** 2 + CARRIED**2)
+        residuals[kind] = replace(fitted.residuals[kind], shares=np.clip(shares, 0.0, 1.0))
+    factors = {**start.factors, **{kind: fitted.factors[kind] for kind in residuals}}
+    return replace(fitted, factors=factors, residuals=residuals)
 
 
 def _site_factors(
     start: BetweenNodes, collectives: Sequence[Collective], fabric: Fabric, seconds: Array
 ) -> BetweenNodes:
-    layouts = len(np.unique(_layouts(collectives), axis=0))
+    """Factors of a cluster, and for each kind what they leave, all of which carries over."""
+    layouts = len({(c.group_size, c.ranks_per_node) for c in collectives})
     fabrics = [fabric] * len(collectives)
-    each = INDEPENDENT * layouts  # rows of one layout share its peculiarities
+    each = SITE_INDEPENDENT * layouts  # rows of one layout share its peculiarities
     fitted = fit_between_nodes(collectives, fabrics, seconds, start=start, noise=SITE_NOISE, independent=each)
-    return replace(fitted, residuals=_size_residuals(fitted, collectives, fabric, seconds, 1.0))
-
-
-def _size_residuals(
-    fitted: BetweenNodes, collectives: Sequence[Collective], fabric: Fabric, seconds: Array, strength: float
-) -> dict[str, SizeResidual]:
-    """The corrections by size that remain after a fit, by kind."""
-    off, layouts = np.log(seconds / fitted.seconds(collectives, fabric)), _layouts(collectives)
-    sizes, found = np.array([float(collective.num_bytes) for collective in collectives]), {}
+    off, places, found = np.log(seconds / fitted.seconds(collectives, fabric)), _scaled(collectives), {}
     for kind, index in rows_by(collective.kind for collective in collectives).items():
-        distinct = tuple(sorted({(int(ranks), int(near)) for ranks, near in layouts[index]}))
-        logs = size_residual(sizes[index], off[index])
-        found[kind] = SizeResidual(logs, fitted.support[kind], strength, distinct)
-    return found
-
-
-def _layouts(collectives: Sequence[Collective]) -> NDArray[np.int64]:
-    """Ranks, and ranks per node, of each collective, ``(collectives, 2)``."""
-    return np.array([(c.group_size, c.ranks_per_node) for c in collectives], dtype=np.int64).reshape(-1, 2)
+        near = fit_neighbours(places[index], off[index], 1.0, noise=SITE_NOISE)
+        found[kind] = SiteResidual(near, start.factors_of(kind), np.ones(len(KNOTS)))
+    return replace(fitted, residuals=found)
 
 
 def left_out_seconds(
-    collectives: Sequence[Collective],
-    fabric: Fabric,
-    fit: Callable[[NDArray[np.bool_]], BetweenNodes],
-    *,
-    alone: BetweenNodes,
+    collectives: Sequence[Collective], fabric: Fabric, fit: Callable[[NDArray[np.bool_]], BetweenNodes]
 ) -> Array:
-    """Seconds by fits that did not see the layout, ``(collectives,)``: groups of layouts are left out in turn.
+    """Seconds by fits that did not see the layout, ``(collectives,)``; of a single layout, that did not see the size.
 
-    ``fit``: from the rows that it sees; ``alone``: the model if there is one layout.
+    ``fit``: from the rows that it sees.
     """
-    distinct, which = np.unique(_layouts(collectives), axis=0, return_inverse=True)
+    layouts = np.array([(c.group_size, c.ranks_per_node) for c in collectives]).reshape(-1, 2)
+    sizes = np.array([c.num_bytes for c in collectives])
+    one = (layouts == layouts[0]).all()
+    distinct, which = np.unique(sizes if one else layouts, axis=0, return_inverse=True)
     folds, predicted = which.reshape(-1) % SITE_FOLDS, np.empty(len(collectives))
     for fold in range(min(SITE_FOLDS, len(distinct))):
         held = folds == fold
-        model = alone if held.all() else fit(~held)
-        predicted[held] = model.seconds([collectives[index] for index in np.flatnonzero(held).tolist()], fabric)
+        seen = ~held if len(distinct) > 1 else held  # nothing can be left out of a single size
+        predicted[held] = fit(seen).seconds([collectives[i] for i in np.flatnonzero(held).tolist()], fabric)
     return predicted
 
 

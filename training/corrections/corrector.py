@@ -2,7 +2,7 @@
 
 ``Predictor.corrections`` lists them in the order in which they are applied: nearby signatures (``Neighbours``), ratios
 of kinds (``Ratio``), a device's ops against those of other devices (``transferred.Correction``), kernels in traces
-(``TracedKind``), sizes of messages (``SizeResidual``), calls of a shared host (``Contention``), resources
+(``TracedKind``), collectives of a cluster (``SiteResidual``), calls of a shared host (``Contention``), resources
 (``Constants``) and whole iterations (``Residual``, of published runs and of own ones).  Each multiplies a prediction
 by ``exp(log_factor)``.  Far from what taught it nothing is left of the factor, and the doubt is the prior's.  What was
 learned of a whole kind, label or resource is known of all its work.
@@ -175,13 +175,13 @@ def _similarity(left: Array, right: Array, length: float) -> Array:
     return np.asarray(np.exp(-0.5 * squares / length**2))
 
 
-def fit_neighbours(positions: Array, residuals: Array, length: float) -> Neighbours:
+def fit_neighbours(positions: Array, residuals: Array, length: float, *, noise: float = NOISE) -> Neighbours:
     """Gaussian-process weights for log-residuals, ``(points,)``, at positions, ``(points, axes)``."""
     if len(positions) > MAX_POINTS:  # the cost is cubic; large tables are covered by the trees
         chosen = np.random.default_rng(0).choice(len(positions), MAX_POINTS, replace=False)
         positions, residuals = positions[chosen], residuals[chosen]
-    signal = max(float(np.mean(residuals**2)), NOISE**2)
-    covariance = _similarity(positions, positions, length) + (NOISE**2 / signal) * np.eye(len(positions))
+    signal = max(float(np.mean(residuals**2)), noise**2)
+    covariance = _similarity(positions, positions, length) + (noise**2 / signal) * np.eye(len(positions))
     return Neighbours(length, positions, GaussianProcess(covariance, residuals).weights)
 
 
