@@ -95,8 +95,8 @@ def collective_figures(
     def fit(rows: Mask) -> BetweenNodes:
         return fit_site(start, [works[index] for index in np.flatnonzero(rows).tolist()], links, seconds[rows])
 
-    own = fit(small) if 0 < small.sum() < len(works) else start
-    models: dict[str, Any] = {"shipped": predictor.collective, "start": start, "unfitted": UNFITTED, "calibrated": own}
+    models: dict[str, Any] = {"shipped": predictor.collective, "start": start, "unfitted": UNFITTED}
+    models["calibrated"] = fit(small)
     off = {name: _off(model.seconds(works, links), seconds) for name, model in models.items()}
     off["in_turn"] = _off(left_out_seconds(works, links, fit), seconds)
     figures = []
@@ -123,10 +123,10 @@ def site_rows(measured: Measurements, fabric: str = "") -> tuple[list[Collective
 
 
 def small_groups(works: Sequence[Collective]) -> Mask:
-    """Rows of at most 64 ranks; if there are no others, those with fewer ranks than the median."""
+    """Rows of at most 64 ranks; if there are no others, those with fewer ranks than the median; of one layout, all."""
     ranks = np.array([work.group_size for work in works])
     most = CALIBRATED_RANKS if ranks.max() > CALIBRATED_RANKS else np.median(ranks) - 1
-    return np.asarray(ranks <= most)
+    return np.asarray((ranks <= most) | (ranks > most).all())
 
 
 def without(rows: CollectiveRows, links: Fabric, works: Sequence[Collective]) -> CollectiveRows:
@@ -156,5 +156,6 @@ _DATA = {"--data": {"type": Path, "required": True, "help": "folder of the publi
 _ONLY = {"--only": {"choices": list(RECIPES), "help": "one predictor's data"}}
 KERNELS = Study("kernels", cases("about")["kernels"], run_kernels, {**_DATA, **_ONLY})
 _PREDICTOR = {"--predictor": {"type": Path, "help": "folder of a predictor to judge in place of the shipped one"}}
+_TABLES = {"--data": {"type": Path, "default": Path(), "help": "folder of the public tables"}}
 _LOGS = {"--logs": {"type": Path, "help": "nccl-tests' logs to judge instead, as PRESET_OF_A_FABRIC/SITE/LOGS"}}
-COLLECTIVES = Study("collectives", cases("about")["collectives"], run_collectives, {**_DATA, **_PREDICTOR, **_LOGS})
+COLLECTIVES = Study("collectives", cases("about")["collectives"], run_collectives, {**_TABLES, **_PREDICTOR, **_LOGS})

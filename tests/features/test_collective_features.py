@@ -166,6 +166,21 @@ def test_messages_that_the_host_posts_slowly_follow_each_other_in_rings_and_exch
     assert _terms(exchange, slow)[0, BULK] - _terms(exchange)[0, BULK] > 56 * 3e-6
 
 
+def test_facts_of_slingshot_count_for_what_they_name() -> None:
+    """A rendezvous for steps in Simple, the rate of LL for rings in LL, a share of the links for exchanges."""
+    work, exchange = Collective("all_gather", 1 << 30, 64, 8), Collective("all_to_all", 1 << 30, 64, 8)
+
+    def slower(work: Collective, choice: int, term: int, **facts: float) -> float:
+        fabric = replace(FABRIC, inter_node=replace(FABRIC.inter_node, **facts))
+        return float(_terms(work, fabric)[choice, term] - _terms(work)[choice, term])
+
+    assert slower(work, RING, BULK, rendezvous_s=40e-6) > 50 * 30e-6
+    assert slower(work, RING_LL, QUICK, rendezvous_s=40e-6) == 0
+    assert slower(work, RING_LL, ADAPTERS, ll_bytes_per_s=5e9) > 0.1
+    assert slower(work, RING, ADAPTERS, ll_bytes_per_s=5e9) == 0 == slower(work, RING, ADAPTERS, direct_share=0.5)
+    assert slower(exchange, 0, ADAPTERS, direct_share=0.5) == pytest.approx(_terms(exchange)[0, ADAPTERS])
+
+
 @pytest.mark.parametrize(("adapter", "leaving"), [(25e9, 2 * 25 / 41.4), (100e9, 2.0)])
 def test_each_byte_leaves_a_node_once_in_a_tree_of_two_nodes(adapter: float, leaving: float) -> None:
     """As far as its channels carry it: 41.4 GB/s by adapter on H100."""

@@ -15,7 +15,7 @@ from stepsight.dataset.base.errors import TableError
 from stepsight.dataset.hardware.hardware import Link, find_fabric
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.tables import Measurements, SourceFile
-from stepsight.experiments.calibration.calibrate_parts import LARGER, LAYOUTS, calibrate_links
+from stepsight.experiments.calibration.calibrate_parts import LARGER, LEFT_OUT, calibrate_links
 from stepsight.experiments.questions.predictor_summary import predictor_text
 from stepsight.training.collectives.between_nodes import BetweenNodes
 from stepsight.training.predictor.predictor import Predictor
@@ -71,7 +71,14 @@ def test_another_version_or_environment_of_nccl_is_not_mixed_in(tmp_path: Path) 
 def test_without_larger_groups_layouts_judge(tmp_path: Path) -> None:
     report = calibrate_links(_table(tmp_path / "t.parquet", (2, 4)), "h100-sxm", FABRIC, tmp_path / "out")
     evidence = report.values["evidence"]
-    assert evidence["by"] == LAYOUTS and evidence["after"]["used"] == report.values["fitted"] == 24
+    assert evidence["by"] == LEFT_OUT.format("layout") and evidence["after"]["used"] == report.values["fitted"] == 24
+
+
+def test_a_site_with_one_layout_gains_by_what_its_sizes_say(tmp_path: Path) -> None:
+    report = calibrate_links(_table(tmp_path / "t.parquet", (2,)), "h100-sxm", FABRIC, tmp_path / "out")
+    evidence = report.values["evidence"]
+    assert report.released and "size" in evidence["by"]
+    assert evidence["after"]["mape"] < 0.5 * evidence["before"]["mape"]
 
 
 def test_nothing_is_written_where_the_links_are_not_as_stated(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from stepsight.dataset.hardware.hardware import find_fabric, find_hardware, roofline_seconds
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.experiments.studies import public_tables
-from stepsight.training.collectives.between_nodes import BetweenNodes
+from stepsight.training.collectives.between_nodes import UNFITTED, BetweenNodes
 from stepsight.training.fitting.own_table import held_out
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.shipped.from_tables import CollectiveRows, OpRows
@@ -69,13 +69,30 @@ def test_a_site_is_left_out_whole_and_a_small_one_is_judged_by_its_larger_half()
     assert public_tables.small_groups(WORKS).sum() == 20 and public_tables.small_groups(small).sum() == 10
 
 
-def test_what_is_fitted_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_fitted_is_not_judged() -> None:
     """The columns of a site that behaves as NCCL's constants say."""
-    monkeypatch.setattr(public_tables, "read_table", lambda format, path: None)
-    monkeypatch.setattr(public_tables, "site_rows", lambda site, table: (WORKS, TRUTH))
-    monkeypatch.setattr(public_tables, "read_links", lambda recipe, data: (_links("dgx-h100"), None))
-    figures = public_tables.collective_figures("cluster01", Path(), Predictor.load("h100-sxm"))
+    figures = public_tables.collective_figures("site", WORKS, TRUTH, LINKS, Predictor.load("h100-sxm"), UNFITTED)
     whole = figures[-1]
     assert (whole["rows"], whole["calibrated_rows"]) == (30, 10)
-    assert whole["unfitted"] == pytest.approx(0, abs=1e-9) and whole["left_out"] == pytest.approx(0, abs=1e-9)
-    assert whole["calibrated"] < 1 and sum(figure["rows"] for figure in figures[:-1]) == 30
+    assert whole["unfitted"] == pytest.approx(0, abs=1e-9) and whole["start"] == pytest.approx(0, abs=1e-9)
+    assert max(whole["calibrated"], whole["in_turn"]) < 1 and sum(figure["rows"] for figure in figures[:-1]) == 30
+
+
+LOG = """#  Rank  0 Group  0 Pid 1 on host0 device  0 [0x07] NVIDIA H100 80GB HBM3
+#  Rank  1 Group  0 Pid 2 on host1 device  0 [0x07] NVIDIA H100 80GB HBM3
+"""
+ROW = "{0:12d} {1:12d} float sum -1 {2:.2f} {3:.2f} {3:.2f} 0 {2:.2f} {3:.2f} {3:.2f} 0\n"
+
+
+def test_logs_are_sites_in_the_folder_of_their_fabric(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    site = tmp_path / "logs" / "dgx-h100" / "mine"
+    site.mkdir(parents=True)
+    rows = [
+        ROW.format(size, size // 4, 50 + size / 4e4, size / (50 + size / 4e4) / 1e3)
+        for size in (2**p for p in range(10, 30))
+    ]
+    (site / "all_reduce_perf.log").write_text(LOG + "".join(rows))
+    assert public_tables.COLLECTIVES.main(["--logs", str(tmp_path / "logs"), "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)["figures"][-1]
+    assert (whole["site"], whole["rows"], whole["calibrated_rows"]) == ("mine", 20, 0)
+    assert whole["in_turn"] < 0.5 * whole["shipped"]

@@ -13,19 +13,16 @@ from stepsight.dataset.hardware.hardware import Fabric, Link, find_fabric, usual
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective
 from stepsight.training.collectives.between_nodes import (
     FACTORS,
-    FADE,
     KNOTS,
     UNFITTED,
     BetweenNodes,
-    SizeResidual,
     fit_between_nodes,
     fit_site,
+    left_out_seconds,
     link_doubts,
     never_falling,
     read_curve,
-    size_residual,
 )
-from stepsight.training.corrections.corrector import Support
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.shipped.catalogue import shipped_predictor, teaching_names
 
@@ -187,19 +184,13 @@ def test_between_knots_it_is_a_power_of_the_size_and_beyond_them_proportional() 
 SUMS = [Collective("all_reduce", 1 << power, 8 * nodes, 8) for power in range(3, 34) for nodes in (2, 4)]
 
 
-def test_sizes_learn_from_their_neighbours_and_nothing_is_left_far_away() -> None:
-    off = size_residual(np.array([2.0**20] * 4), np.full(4, 0.5))
-    known = KNOTS == 1 << 20
-    assert off[known] == pytest.approx(0.4)  # 4 of 5 rows
-    assert off[KNOTS == 1 << 21][0] < 0.4 and (off[(KNOTS < 1 << 15) | (KNOTS > 1 << 25)] < 1e-4).all()
-
-
-def test_a_correction_fades_within_four_doublings_of_ranks() -> None:
-    support = Support(np.log([8.0, 16.0, 8.0]), np.log([2.0**30, 64.0, 8.0]))
-    residual = SizeResidual(np.full(len(KNOTS), 0.5), support)
-    asked = [Collective("all_reduce", 8, ranks, min(ranks, 8)) for ranks in (16, 57, 64, 128, 256, 1024, 4096)]
-    assert residual.known(asked) == pytest.approx([1, 1, 1, 0.75, 0.5, 0, 0])
-    assert residual.known([Collective("all_reduce", 8, 16, 4)]) == pytest.approx(1 - np.log(2) / FADE)
+def test_what_was_measured_is_known_and_nothing_is_left_far_away() -> None:
+    measured = UNFITTED.seconds(SUMS, FABRIC) * np.array([1.5 if c.num_bytes == 1 << 20 else 1.0 for c in SUMS])
+    residual = fit_site(UNFITTED, SUMS, FABRIC, measured).residuals["all_reduce"]
+    asked = [Collective("all_reduce", 1 << power, ranks, 8) for power, ranks in ((20, 16), (20, 1 << 14), (50, 16))]
+    assert residual.known(asked) == pytest.approx([1, 0, 0], abs=1e-3)
+    bump, *far = residual.log_factor(asked)
+    assert bump > 0.1 and far == pytest.approx([0, 0], abs=1e-3)
 
 
 def test_a_bump_in_the_measured_sizes_is_learned_and_time_never_falls_with_size() -> None:
@@ -222,7 +213,7 @@ def test_what_all_layouts_say_carries_over_to_others(factors: tuple[float, ...],
     works = [Collective("all_reduce", 1 << power, 8 * nodes, 8) for nodes in (2, 4, 8) for power in range(20, 32, 2)]
     before = UNFITTED.seconds(works, FABRIC)
     fitted = fit_site(UNFITTED, works, FABRIC, before * np.repeat(factors, 6))
-    strength = fitted.residuals["all_reduce"].strength
+    strength = float(fitted.residuals["all_reduce"].shares[KNOTS >= 1 << 20].mean())
     assert strength > carried if carried > 0.5 else strength < carried
     larger = [Collective("all_reduce", 1 << 30, 256, 8)]
     moved = float(np.log(fitted.seconds(larger, FABRIC) / UNFITTED.seconds(larger, FABRIC))[0])
@@ -232,10 +223,63 @@ def test_what_all_layouts_say_carries_over_to_others(factors: tuple[float, ...],
 def test_it_is_saved_read_and_checked() -> None:
     fitted = fit_site(UNFITTED, SUMS, FABRIC, 1.3 * UNFITTED.seconds(SUMS, FABRIC))
     again = BetweenNodes.from_dict(fitted.to_dict())
-    assert (again.seconds(SUMS, FABRIC) == fitted.seconds(SUMS, FABRIC)).all()
-    wrong = fitted.to_dict() | {"residuals": {"all_reduce": [0.0, 5.0]}}
-    with pytest.raises(ValueError, match="the correction of all_reduce must be"):
+    assert again.seconds(SUMS, FABRIC) == pytest.approx(fitted.seconds(SUMS, FABRIC), rel=1e-3)
+    saved = fitted.to_dict()
+    wrong = saved | {"residuals": {"all_reduce": saved["residuals"]["all_reduce"] | {"shares": [0.0, 5.0]}}}
+    with pytest.raises(ValueError, match="the shares of all_reduce must be"):
         BetweenNodes.from_dict(wrong)
+
+
+def test_corrections_by_size_of_earlier_versions_are_read() -> None:
+    saved = fit_site(UNFITTED, SUMS, FABRIC, UNFITTED.seconds(SUMS, FABRIC)).to_dict()
+    logs = np.where((KNOTS > 1 << 18) & (KNOTS < 1 << 22), 0.3, 0.0).tolist()
+    support = {"low": [0.0, np.log(16), np.log(8)], "high": [20.0, np.log(32), np.log(8)]}
+    again = BetweenNodes.from_dict(saved | {"residuals": {"all_reduce": {"logs": logs, "support": support}}})
+    plain = BetweenNodes.from_dict(saved | {"residuals": {}})
+    works = [Collective("all_reduce", 1 << power, 32, 8) for power in (10, 20)]
+    assert np.log(again.seconds(works, FABRIC) / plain.seconds(works, FABRIC)) == pytest.approx([0, 0.3], abs=0.06)
+
+
+def test_a_single_layout_is_judged_by_sizes_that_are_left_out() -> None:
+    """A site with one layout says how its other sizes behave there."""
+    works = [Collective("all_gather", 1 << power, 16, 8) for power in range(3, 32)]
+    measured = UNFITTED.seconds(works, FABRIC) * np.array([1.6 if c.num_bytes > 1 << 18 else 1.0 for c in works])
+
+    def fit(rows: NDArray[np.bool_]) -> BetweenNodes:
+        return fit_site(UNFITTED, [c for c, own in zip(works, rows, strict=True) if own], FABRIC, measured[rows])
+
+    off = np.abs(np.log(left_out_seconds(works, FABRIC, fit) / measured))
+    assert off.mean() < 0.4 * np.abs(np.log(UNFITTED.seconds(works, FABRIC) / measured)).mean()
+
+
+def test_each_kind_and_size_keeps_what_was_better() -> None:
+    """Exchanges of medium messages, of which layouts disagree, stay; other sizes and kinds learn."""
+    works = [
+        Collective(kind, 1 << power, 8 * nodes, 8)
+        for kind in ("all_reduce", "all_to_all")
+        for nodes in (2, 4, 8)
+        for power in range(10, 33)
+    ]
+    unsure = {16: 2.0, 32: 0.5, 64: 1.0}
+    factors = [
+        unsure[c.group_size] if c.kind == "all_to_all" and 20 <= np.log2(c.num_bytes) < 25 else 1.5 for c in works
+    ]
+    fitted = fit_site(UNFITTED, works, FABRIC, UNFITTED.seconds(works, FABRIC) * np.array(factors))
+    medium, long = np.log2(KNOTS) == 22, np.log2(KNOTS) == 31
+    shares = {kind: residual.shares for kind, residual in fitted.residuals.items()}
+    assert shares["all_to_all"][medium] < 0.5 < 0.8 < min(shares["all_to_all"][long], shares["all_reduce"][medium])
+
+
+def test_calibrated_time_never_falls_with_nodes() -> None:
+    """Nor where a correction of measured layouts fades beyond them."""
+    works = [Collective("all_gather", 1 << power, 8 * nodes, 8) for nodes in (2, 8, 64) for power in range(4, 33, 2)]
+    measured = UNFITTED.seconds(works, FABRIC) * np.repeat([1.0, 2.0, 2.0], 15)
+    fitted = fit_site(UNFITTED, works, FABRIC, measured)
+    for size in (64, 1 << 20, 1 << 26, 1 << 33):
+        asked = [Collective("all_gather", size, 8 * nodes, 8) for nodes in (2, 3, 8, 15, 64, 65, 128, 200, 256, 1024)]
+        assert (np.diff(fitted.seconds(asked, FABRIC)) >= -1e-12).all()
+        alone = [fitted.seconds([work], FABRIC)[0] for work in asked]
+        assert alone == pytest.approx(fitted.seconds(asked, FABRIC))  # whatever else is asked
 
 
 @pytest.mark.parametrize("name", teaching_names())

@@ -13,7 +13,7 @@ import pytest
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.features.node_features import op_position
-from stepsight.training.collectives.between_nodes import KNOTS, SizeResidual
+from stepsight.training.collectives.between_nodes import KNOTS, WIDTHS, SiteResidual, place
 from stepsight.training.corrections.calibration import NAMES, Constants
 from stepsight.training.corrections.corrector import (
     MOST_LOG,
@@ -39,11 +39,12 @@ TABLES = {
     "cluster": {"hardware": "a100-sxm-80gb", "nodes": 1, "devices_per_node": 8},
 }
 JOB = JobFeatures.of(Job.of(TABLES))
-SIZES = SizeResidual(np.full(len(KNOTS), 0.2), Support(np.log([8.0, 16.0, 8.0]), np.log([2.0**30, 64.0, 8.0])))
+SUM = Collective("all_reduce", 64, 32, 8)
+SIZES = SiteResidual(Neighbours(1.0, place(SUM)[None] / WIDTHS, np.array([0.2])), np.ones(5), np.ones(len(KNOTS)))
 CASES: dict[str, tuple[Corrector[Any], Any, Any]] = {
     "neighbours": (NEAR, PLACES, PLACES + 50.0),
     "traced": (TracedKind(0.2, NEAR, Support.of(PLACES)), PLACES, PLACES + 50.0),
-    "sizes": (SIZES, [Collective("all_reduce", 64, 32, 8)], [Collective("all_reduce", 64, 2**14, 8)]),
+    "sizes": (SIZES, [SUM], [Collective("all_reduce", 2**40, 2**20, 8)]),
     "whole iterations": (
         Residual((JOB,), (0.2,), 0.1, 0.01), [JOB], [replace(JOB, place=tuple(p + 50.0 for p in JOB.place))]
     ),
