@@ -137,7 +137,7 @@ def _longest(collective: Collective, fabric: Fabric) -> float:
 # Where there are no protocols: the latency of the network, and what each rank that a rank sends to costs.
 CHOICE_TERMS = ("call", "quick_steps", "bulk_steps", "adapters", "links_within_node")
 
-LINK_FACTS = 11  # numbers of ``link_facts``
+LINK_FACTS = 12  # numbers of ``link_facts``
 US = 1e-6
 NEAR_LATENCY, FAR_LATENCY = 5e-6, 10e-6  # stated latencies of the fabrics (DGX) for which NCCL's constants are valid
 # How often a step between nodes waits for what a network takes longer than InfiniBand.  NCCL adds its plugin's own
@@ -151,7 +151,7 @@ STEP_GROWTH, CORE_GROWTH = 0.1, 0.02
 CALL = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4)}  # us, by protocol
 NEAR = {"ring": (0.6, 1.9, 3.4), "tree": (0.6, 1.25, 4.0)}  # us per step over NVLink
 FAR = {"ring": (2.7, 4.0, 14.0), "tree": (5.0, 8.5, 14.0)}  # us per step over the network
-HOST = (1.0, 1.0, 3.0)  # messages that the host posts one after the other for a step of a ring over nodes
+CONNECTION_HOLDS = 8  # messages of a connection that are under way before one must have arrived (NCCL_STEPS)
 PLATEAU = 1.4  # factor of an all-reduce by rings in Simple relative to its steps
 RING_SHARE = (0.5, 0.92, 1.0)  # of the links' bandwidth, by protocol
 TREE_SHARE = (0.92 / 3.8, 0.92 * 120 / 128, 0.92)
@@ -188,12 +188,18 @@ MESSAGE_CALL = 5.0  # us
 
 def link_facts(fabric: Fabric) -> Array:
     """Bandwidth and latency of the links within a node and between nodes, whether LL128 crosses nodes, the
-    bandwidth of an adapter, the loss with nodes, the host's time for a message and a rendezvous, the most bytes/s in
-    LL, and the share of an all-to-all, ``(LINK_FACTS,)``."""
+    bandwidth of an adapter, the loss with nodes, the host's time for a message, a paced one and a rendezvous, the
+    most bytes/s in LL, and the share of an all-to-all, ``(LINK_FACTS,)``."""
     near, far = fabric.intra_node, fabric.inter_node
     links = [near.bandwidth_bytes_per_s, near.latency_s, far.bandwidth_bytes_per_s, far.latency_s]
     adapter = max(far.adapter_bytes_per_s, far.bandwidth_bytes_per_s)
-    hosts = [far.message_s, far.rendezvous_s, far.ll_bytes_per_s or np.inf, far.direct_share]
+    hosts = [
+        far.message_s,
+        far.paced_s or far.message_s,
+        far.rendezvous_s or 3 * far.message_s,
+        far.ll_bytes_per_s or np.inf,
+        far.direct_share,
+    ]
     return np.array([*links, float(far.ll128), adapter, far.scaling_loss, *hosts])
 
 
@@ -229,9 +235,9 @@ class _Layout:
         self.across = self.nodes > 1
         self.ranks = self.nodes * self.near
         self.near_bandwidth, near_latency, self.far_bandwidth, self.far_latency, *own = links.T
-        self.has_ll128, self.adapter, loss, message, rendezvous, self.most_ll, self.direct_share = own
+        self.has_ll128, self.adapter, loss, *hosts, self.most_ll, self.direct_share = own
         self.far_bandwidth = self.far_bandwidth / np.maximum(self.nodes / 4, 1.0) ** loss
-        self.message, self.rendezvous = message / US, rendezvous / US
+        self.message, self.paced, self.rendezvous = (each / US for each in hosts)
         self.near_pace = near_latency / NEAR_LATENCY
         self.far_pace = np.minimum(self.far_latency / FAR_LATENCY, 1.0)
         self.far_wait = np.maximum(self.far_latency - FAR_LATENCY, 0.0) / US
@@ -276,7 +282,8 @@ def _ring(layout: _Layout, passes: float, trees: bool, protocol: int) -> Array:
     far_steps = passes * (layout.nodes - 1)
     near_steps = passes * (layout.ranks - 1) - far_steps
     near = layout.near_pace * NEAR["ring"][protocol]
-    posted = np.maximum(HOST[protocol] * layout.message, layout.rendezvous if protocol == SIMPLE else 0.0)
+    held = np.minimum(CONNECTION_HOLDS / np.maximum(near_steps + far_steps, 1.0), 1.0)
+    posted = layout.rendezvous if protocol == SIMPLE else held * layout.message + (1 - held) * layout.paced
     near = np.where(layout.across, np.maximum(near, posted), near)
     far = layout.far(np.where(layout.near > 1, FAR["ring"][protocol], FAR["tree"][protocol]), protocol)
     far = np.maximum(far, posted)
