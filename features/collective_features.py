@@ -9,20 +9,22 @@ trees, whose depth is logarithmic (NVIDIA, "Massively scale your deep learning t
 
 ``choice_terms`` are the times of each algorithm (ring, tree, NVLS tree, PAT) and protocol (LL, LL128, Simple) that NCCL
 may choose between nodes; it compares a latency plus bytes over a bandwidth, and runs the cheapest.  The constants are
-those of its own comparison (``src/graph/tuning.cc`` of https://github.com/NVIDIA/nccl, version 2.27.7; those of 2.18 to
-2.26 differ little).  They hold for NVLink and InfiniBand as in the vendor's own systems.  A fabric's stated bandwidths
-scale them, and the latency that it states beyond InfiniBand's is added to each step.  CollNet is left out, since it
-needs switches that sum, which a fabric does not state.  A partly filled node counts as a full one.
+those of its own comparison (``presets/nccl.toml``).  They hold for NVLink and InfiniBand as in the vendor's own
+systems.  A fabric's stated bandwidths scale them, and the latency that it states beyond InfiniBand's is added to each
+step.  CollNet is left out, since it needs switches that sum, which a fabric does not state.  A partly filled node
+counts as a full one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil, log2
+from types import SimpleNamespace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.base.files import preset
 from stepsight.dataset.hardware.hardware import Fabric
 from stepsight.dataset.kinds.op import Collective
 
@@ -139,51 +141,8 @@ CHOICE_TERMS = ("call", "quick_steps", "bulk_steps", "adapters", "links_within_n
 
 LINK_FACTS = 12  # numbers of ``link_facts``
 US = 1e-6
-NEAR_LATENCY, FAR_LATENCY = 5e-6, 10e-6  # stated latencies of the fabrics (DGX) for which NCCL's constants are valid
-# How often a step between nodes waits for what a network takes longer than InfiniBand.  NCCL adds its plugin's own
-# latency to a step, in Simple twice, since the receiver then reads back to be sure that all bytes are there.
-WAITS = (1.0, 1.0, 2.0)
 LL, LL128, SIMPLE = range(3)
-# Growth with each doubling of the nodes, of which NCCL knows nothing.  Steps between nodes in LL128 and Simple
-# fill the links' buffers, meet more switches and wait for the slowest of more.  An all-to-all crosses the core of the
-# network, where rings mostly stay under one switch.
-STEP_GROWTH, CORE_GROWTH = 0.1, 0.02
-CALL = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4)}  # us, by protocol
-NEAR = {"ring": (0.6, 1.9, 3.4), "tree": (0.6, 1.25, 4.0)}  # us per step over NVLink
-FAR = {"ring": (2.7, 4.0, 14.0), "tree": (5.0, 8.5, 14.0)}  # us per step over the network
-CONNECTION_HOLDS = 8  # messages of a connection that are under way before one must have arrived (NCCL_STEPS)
-PLATEAU = 1.4  # factor of an all-reduce by rings in Simple relative to its steps
-RING_SHARE = (0.5, 0.92, 1.0)  # of the links' bandwidth, by protocol
-TREE_SHARE = (0.92 / 3.8, 0.92 * 120 / 128, 0.92)
-LL_MOST = 20e9  # bytes/s of a node in LL on A100; faster GPUs move more (35e9 on H100, 70e9 on B200)
-LL_LINK = 300e9  # NVLink of A100
-LL128_LINK = 100e9  # LL128 needs NVLink
-# Bytes that one adapter takes on before the next node of a tree can pass them on, and how many bytes carry one in each
-# protocol: small sums use one channel, and a message waits for its last byte at each step between nodes.
-TREE_CHUNK, LINE = (64 * 1024, 128 * 1024, 128 * 1024), (2.0, 128 / 120, 1.0)
-# Part of their bandwidth that trees reach, by protocol and by message: 64 B, 128 B, ... 256 MiB, and all of it above.
-TREE_PART = np.array(
-    [
-        [1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1],
-        [1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1],
-        [0.9] * 7 + [0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9],
-    ]
-)
-# Bytes/s at most of a tree between two nodes by adapter: on V100, A100, and H100 and later.  There each byte leaves a
-# node once, so trees can exceed what the adapters give a ring.
-TREE_LINKS, TREE_MOST = (200e9, 400e9), np.array([18.5e9, 23.6e9, 41.4e9])
-NVLS_CALL, NVLS_FAR = 25.0, 14.0  # us
-NVLS_SHARE, NVLS_LINK = 5 / 6, 400e9  # of the adapters' bandwidth on two nodes, half of it on more; Hopper and later
-NVLS_WITHIN = 0.76  # of NVLink: 480 GB/s of bus bandwidth on 8 H100 (DGX H100), before the factor of that term
-NVLS_NEAR = 8  # least number of participating ranks of a node: smaller nodes have no switch that sums
-PAT_OVERLAP = 3.5  # steps at once
-PAT_CALL, PAT_FAR, PAT_NEAR, PAT_SHARE = 8.0, 14.0 / PAT_OVERLAP, 2.8, 0.75
-# us of a call and of each rank that a rank sends to: within nodes by tables, between nodes by a public log of two nodes
-# (ALCF's Sirius).  A message takes up to 2.5 times as long where adapters serve more connections than they can keep at
-# hand: by logs of 1,024 and 2,160 ranks (ALCF's Polaris).
-DIRECT_CALL, DIRECT_NEAR, DIRECT_FAR = 8.0, 0.3, 2.4
-CONNECTIONS, CROWDED = 200.0, 1.5
-MESSAGE_CALL = 5.0  # us
+NCCL = SimpleNamespace(**preset("nccl.toml"))
 
 
 def link_facts(fabric: Fabric) -> Array:
@@ -238,9 +197,9 @@ class _Layout:
         self.has_ll128, self.adapter, loss, *hosts, self.most_ll, self.direct_share = own
         self.far_bandwidth = self.far_bandwidth / np.maximum(self.nodes / 4, 1.0) ** loss
         self.message, self.paced, self.rendezvous = (each / US for each in hosts)
-        self.near_pace = near_latency / NEAR_LATENCY
-        self.far_pace = np.minimum(self.far_latency / FAR_LATENCY, 1.0)
-        self.far_wait = np.maximum(self.far_latency - FAR_LATENCY, 0.0) / US
+        self.near_pace = near_latency / NCCL.near_latency
+        self.far_pace = np.minimum(self.far_latency / NCCL.far_latency, 1.0)
+        self.far_wait = np.maximum(self.far_latency - NCCL.far_latency, 0.0) / US
         self.doublings = np.log2(self.nodes)
 
     def terms(self, call: Array | float, quick: Array | float, bulk: Array | float, *transfers: Array) -> Array:
@@ -250,8 +209,8 @@ class _Layout:
 
     def far(self, step: Array | float, protocol: int, waits: float = 1.0) -> Array:
         """Microseconds of a step between nodes that takes ``step`` of them by NCCL's constants."""
-        growth = 1.0 if protocol == LL else 1 + STEP_GROWTH * self.doublings
-        return np.asarray(growth * step * self.far_pace + waits * WAITS[protocol] * self.far_wait)
+        growth = 1.0 if protocol == LL else 1 + NCCL.step_growth * self.doublings
+        return np.asarray(growth * step * self.far_pace + waits * NCCL.waits[protocol] * self.far_wait)
 
     def steps(self, protocol: int, call: Array | float, steps: Array, transfers: tuple[Array, Array]) -> Array:
         """Terms of a choice of a protocol with the given microseconds per step."""
@@ -260,65 +219,67 @@ class _Layout:
 
 
 def _message(layout: _Layout) -> Array:
-    latency = np.where(layout.across, layout.far_latency / US, layout.near_pace * NEAR["ring"][SIMPLE])
+    latency = np.where(layout.across, layout.far_latency / US, layout.near_pace * NCCL.near["ring"][SIMPLE])
     between = np.where(layout.across, layout.num_bytes / layout.far_bandwidth, 0.0)
     within = np.where(layout.across, 0.0, layout.num_bytes / layout.near_bandwidth)
-    return layout.terms(MESSAGE_CALL, latency, 0.0, between, within)[:, None]
+    return layout.terms(NCCL.message_call, latency, 0.0, between, within)[:, None]
 
 
 def _direct(layout: _Layout) -> Array:
     others = layout.ranks - layout.near
     latency = layout.across * layout.far_latency / US
-    slowed = 1 + CROWDED * others / (others + CONNECTIONS)
-    each = np.maximum(DIRECT_FAR * slowed, layout.message)
-    peers = (layout.near - 1) * DIRECT_NEAR * layout.near_pace + others * each
-    core = 1 + CORE_GROWTH * np.maximum(layout.doublings - 1, 0.0)
+    slowed = 1 + NCCL.crowded * others / (others + NCCL.connections)
+    each = np.maximum(NCCL.direct_far * slowed, layout.message)
+    peers = (layout.near - 1) * NCCL.direct_near * layout.near_pace + others * each
+    core = 1 + NCCL.core_growth * np.maximum(layout.doublings - 1, 0.0)
     between = core * layout.num_bytes * (1 - 1 / layout.nodes) / (layout.far_bandwidth * layout.direct_share)
     within = layout.num_bytes * (layout.near - 1) / layout.ranks / layout.near_bandwidth
-    return layout.terms(DIRECT_CALL, latency, peers, between, within)[:, None]
+    return layout.terms(NCCL.direct_call, latency, peers, between, within)[:, None]
 
 
 def _ring(layout: _Layout, passes: float, trees: bool, protocol: int) -> Array:
     far_steps = passes * (layout.nodes - 1)
     near_steps = passes * (layout.ranks - 1) - far_steps
-    near = layout.near_pace * NEAR["ring"][protocol]
-    held = np.minimum(CONNECTION_HOLDS / np.maximum(near_steps + far_steps, 1.0), 1.0)
+    near = layout.near_pace * NCCL.near["ring"][protocol]
+    held = np.minimum(NCCL.connection_holds / np.maximum(near_steps + far_steps, 1.0), 1.0)
     posted = layout.rendezvous if protocol == SIMPLE else held * layout.message + (1 - held) * layout.paced
     near = np.where(layout.across, np.maximum(near, posted), near)
-    far = layout.far(np.where(layout.near > 1, FAR["ring"][protocol], FAR["tree"][protocol]), protocol)
+    far = layout.far(np.where(layout.near > 1, NCCL.far["ring"][protocol], NCCL.far["tree"][protocol]), protocol)
     far = np.maximum(far, posted)
-    slower = np.where(layout.across, PLATEAU, 1.0) if trees and protocol == SIMPLE else 1.0
+    slower = np.where(layout.across, NCCL.plateau, 1.0) if trees and protocol == SIMPLE else 1.0
     share = passes * (layout.ranks - 1) / layout.ranks
-    transfers = _transfers(layout, share, RING_SHARE[protocol], protocol)
-    return layout.steps(protocol, CALL["ring"][protocol], slower * (near_steps * near + far_steps * far), transfers)
+    transfers = _transfers(layout, share, NCCL.ring_share[protocol], protocol)
+    return layout.steps(
+        protocol, NCCL.call["ring"][protocol], slower * (near_steps * near + far_steps * far), transfers
+    )
 
 
 def _tree(layout: _Layout, protocol: int) -> Array:
-    near = 2 * (layout.near - 1) * NEAR["tree"][protocol] * layout.near_pace
-    filled = np.minimum(layout.num_bytes, TREE_CHUNK[protocol]) * LINE[protocol] / layout.adapter / US
-    far = 2 * layout.doublings * (layout.far(FAR["tree"][protocol], protocol) + filled)
+    near = 2 * (layout.near - 1) * NCCL.near["tree"][protocol] * layout.near_pace
+    filled = np.minimum(layout.num_bytes, NCCL.tree_chunk[protocol]) * NCCL.line[protocol] / layout.adapter / US
+    far = 2 * layout.doublings * (layout.far(NCCL.far["tree"][protocol], protocol) + filled)
     sizes = np.log2(np.maximum(layout.num_bytes, 1.0)) - 6
-    part = np.interp(sizes, np.arange(TREE_PART.shape[1]), TREE_PART[protocol])
-    most = TREE_MOST[np.digitize(layout.near_bandwidth, TREE_LINKS)]
+    part = np.interp(sizes, np.arange(len(NCCL.tree_part[protocol])), NCCL.tree_part[protocol])
+    most = np.array(NCCL.tree_most)[np.digitize(layout.near_bandwidth, NCCL.tree_links)]
     leaving = np.where(layout.nodes > 2, 2.0, 2.0 / np.clip(most / layout.adapter, 1.0, 2.0))
-    transfers = _transfers(layout, 2.0, TREE_SHARE[protocol] * part, protocol, leaving)
-    return layout.steps(protocol, CALL["tree"][protocol], near + far, transfers)
+    transfers = _transfers(layout, 2.0, NCCL.tree_share[protocol] * part, protocol, leaving)
+    return layout.steps(protocol, NCCL.call["tree"][protocol], near + far, transfers)
 
 
 def _nvls_tree(layout: _Layout) -> Array:
-    far = 2 * layout.doublings * layout.far(NVLS_FAR, SIMPLE)
-    share = NVLS_SHARE * np.where(layout.nodes > 2, 0.5, 1.0)
+    far = 2 * layout.doublings * layout.far(NCCL.nvls_far, SIMPLE)
+    share = NCCL.nvls_share * np.where(layout.nodes > 2, 0.5, 1.0)
     between = layout.across * layout.num_bytes / (share * layout.near * layout.far_bandwidth)
-    within = layout.num_bytes / (NVLS_WITHIN * layout.near_bandwidth)
-    has = (layout.near_bandwidth >= NVLS_LINK) & (layout.near >= NVLS_NEAR)
-    return layout.terms(np.where(has, NVLS_CALL * layout.near_pace, np.inf), 0.0, far, between, within)
+    within = layout.num_bytes / (NCCL.nvls_within * layout.near_bandwidth)
+    has = (layout.near_bandwidth >= NCCL.nvls_link) & (layout.near >= NCCL.nvls_near)
+    return layout.terms(np.where(has, NCCL.nvls_call * layout.near_pace, np.inf), 0.0, far, between, within)
 
 
 def _pat(layout: _Layout) -> Array:
-    far = layout.doublings * layout.far(PAT_FAR, SIMPLE, 1 / PAT_OVERLAP) + PAT_NEAR * layout.ranks
-    between = layout.num_bytes * (layout.ranks - 1) / layout.ranks / (PAT_SHARE * layout.far_bandwidth)
+    far = layout.doublings * layout.far(NCCL.pat_far, SIMPLE, 1 / NCCL.pat_overlap) + NCCL.pat_near * layout.ranks
+    between = layout.num_bytes * (layout.ranks - 1) / layout.ranks / (NCCL.pat_share * layout.far_bandwidth)
     has = layout.across & (layout.near == 1)
-    return layout.terms(np.where(has, PAT_CALL, np.inf), 0.0, far, between, 0.0 * between)
+    return layout.terms(np.where(has, NCCL.pat_call, np.inf), 0.0, far, between, 0.0 * between)
 
 
 def _transfers(
@@ -333,9 +294,9 @@ def _transfers(
     between = layout.across * left / (part * layout.near * layout.far_bandwidth)
     within = (layout.near > 1) * moved / (part * layout.near_bandwidth)
     if protocol == LL:
-        most = LL_MOST * np.maximum(1.0, layout.near_bandwidth / LL_LINK) * np.where(layout.across, 1.0, 4.0)
+        most = NCCL.ll_most * np.maximum(1.0, layout.near_bandwidth / NCCL.ll_link) * np.where(layout.across, 1.0, 4.0)
         across = np.maximum(between, moved / np.minimum(most, layout.most_ll))
         return np.where(layout.across, across, 0.0), np.maximum(within, np.where(layout.across, 0.0, moved / most))
     if protocol == LL128:  # none over PCIe, nor where the network does not keep the order of 128 bytes
-        within = np.where((layout.near_bandwidth >= LL128_LINK) & (layout.has_ll128 > 0), within, np.inf)
+        within = np.where((layout.near_bandwidth >= NCCL.ll128_link) & (layout.has_ll128 > 0), within, np.inf)
     return between, within

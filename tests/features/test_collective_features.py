@@ -13,9 +13,9 @@ from stepsight.features.collective_features import (
     CHOICE_TERMS,
     COLLECTIVE_FEATURES,
     COLLECTIVE_TERMS,
+    NCCL,
     NCCL_TERMS,
     OVERLAPPING,
-    STEP_GROWTH,
     choice_terms,
     collective_features,
     collective_position,
@@ -104,7 +104,7 @@ def test_a_ring_passes_every_rank_and_leaves_each_node_once() -> None:
     terms = _terms(Collective("all_gather", 1 << 20, 16, 8))
     assert terms[RING_LL, CALL] == pytest.approx(6.6e-6)
     assert terms[RING_LL, QUICK] == pytest.approx((14 * 1.0 + 2.7) * 1e-6)
-    assert terms[RING, BULK] == pytest.approx((14 * 3.4 + 14.0 * (1 + STEP_GROWTH)) * 1e-6)
+    assert terms[RING, BULK] == pytest.approx((14 * 3.4 + 14.0 * (1 + NCCL.step_growth)) * 1e-6)
 
 
 def test_all_adapters_of_a_node_work_for_a_ring() -> None:
