@@ -75,10 +75,8 @@ def _fabric_table(job: Job, links: Mapping[str, float]) -> dict[str, dict[str, f
     table: dict[str, dict[str, float]] = {}
     for name in ("intra_node", "inter_node"):
         link = getattr(job.fabric, name)
-        stated = {key: getattr(link, field) / unit for key, (_, _, field, unit) in LINK_KEYS.items()}
-        if not link.adapter_bytes_per_s:
-            stated.pop("adapter_gbytes_per_s")
-        table[name] = {**stated, "ll128": link.ll128}
+        stated = {key: (getattr(link, field) / unit, least) for key, (least, _, field, unit) in LINK_KEYS.items()}
+        table[name] = {key: value for key, (value, least) in stated.items() if value >= least} | {"ll128": link.ll128}
     for key, value in links.items():
         _, _, name, fact = key.split(".")
         table[name][fact] = value
