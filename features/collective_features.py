@@ -114,13 +114,8 @@ def seconds_within(collective: Collective, fabric: Fabric) -> float:
 
 def nccl_terms(collective: Collective, fabric: Fabric) -> tuple[float, ...]:
     """Quantities whose weighted sum is a collective's time, in the order of ``NCCL_TERMS``."""
-    return (
-        1.0,
-        ring_steps(collective),
-        float(collective.num_bytes),
-        seconds_between(collective, fabric),
-        seconds_within(collective, fabric),
-    )
+    transfers = seconds_between(collective, fabric), seconds_within(collective, fabric)
+    return (1.0, ring_steps(collective), float(collective.num_bytes), *transfers)
 
 
 def tree_terms(collective: Collective, fabric: Fabric) -> tuple[float, ...]:
@@ -152,14 +147,9 @@ def link_facts(fabric: Fabric) -> Array:
     near, far = fabric.intra_node, fabric.inter_node
     links = [near.bandwidth_bytes_per_s, near.latency_s, far.bandwidth_bytes_per_s, far.latency_s]
     adapter = max(far.adapter_bytes_per_s, far.bandwidth_bytes_per_s)
-    hosts = [
-        far.message_s,
-        far.paced_s or far.message_s,
-        far.rendezvous_s or 3 * far.message_s,
-        far.ll_bytes_per_s or np.inf,
-        far.direct_share,
-    ]
-    return np.array([*links, float(far.ll128), adapter, far.scaling_loss, *hosts])
+    hosts = [far.message_s, far.paced_s or far.message_s, far.rendezvous_s or 3 * far.message_s]
+    own = [float(far.ll128), adapter, far.scaling_loss, *hosts, far.ll_bytes_per_s or np.inf, far.direct_share]
+    return np.array([*links, *own])
 
 
 def choice_terms(collectives: Sequence[Collective], links: Array) -> Array:

@@ -249,8 +249,7 @@ class Link:
         for least, most, name, unit in LINK_KEYS.values():
             value = getattr(self, name)
             if value != defaults[name] and not least * unit <= value <= most * unit:
-                limits = f"{least * unit:g} and {most * unit:g}"
-                raise JobError(f"a link's {name} must lie within {limits}, got {value}")
+                raise JobError(f"a link's {name} must lie within {least * unit:g} and {most * unit:g}, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,17 +275,14 @@ def _link(key: str, link: Any) -> Link:
         needed = "bandwidth_gbytes_per_s (per device, per direction) and latency_us"
         rule = f"must be a table of {needed}, and may have {', '.join(sorted(optional))}"
         raise JobError(f"fabric.{key} {rule}, got {link!r:.80}")
-    if not isinstance(link.get("ll128", True), bool):
-        raise JobError(f"fabric.{key}.ll128 must be true or false, got {link['ll128']!r:.80}")
-    values: dict[str, Any] = {}
-    for name, value in link.items():
-        if name == "ll128":
-            values[name] = value
-            continue
-        least, most, field, unit = LINK_KEYS[name]
+    values: dict[str, Any] = {"ll128": link.get("ll128", True)}
+    if not isinstance(values["ll128"], bool):
+        raise JobError(f"fabric.{key}.ll128 must be true or false, got {values['ll128']!r:.80}")
+    for name, (least, most, fact, unit) in LINK_KEYS.items():
+        value = link.get(name, least)
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
             raise JobError(f"fabric.{key}.{name} must be a number from {least:g} to {most:g}, got {value!r:.80}")
-        values[field] = value * unit
+        values |= {fact: value * unit} if name in link else {}
     return Link(**values)
 
 

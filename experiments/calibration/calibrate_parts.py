@@ -23,7 +23,13 @@ from stepsight.dataset.tables import Measurements
 from stepsight.experiments.evaluation.error_metrics import Errors, Times, errors
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.features.collective_features import CHOICE_TERMS
-from stepsight.training.collectives.between_nodes import BetweenNodes, fit_site, left_out_seconds, link_doubts
+from stepsight.training.collectives.between_nodes import (
+    BetweenNodes,
+    fit_site,
+    keep_better,
+    left_out_seconds,
+    link_doubts,
+)
 from stepsight.training.corrections.corrector import fit_traced, rows_by
 from stepsight.training.fitting.own_table import pack_shapes, shape_of
 from stepsight.training.kernels.kernel_models import label
@@ -116,8 +122,8 @@ def calibrate_links(
 
     Of the table of measurements (.parquet) only collectives between nodes are taken, by one software: that of most
     rows, or one that contains ``software`` (``nccl 2.27.3``, ``NCCL_PROTO=Simple``), since another version or
-    environment of NCCL is another network.  Groups of at most ``max_devices`` ranks are fitted; larger ones judge, or
-    layouts left out in turn.  Nothing is written if the measurements contradict the stated ``fabric``.
+    environment of NCCL is another network.  Groups of at most ``max_devices`` ranks are fitted; larger ones judge each
+    kind and size, or layouts left out in turn.  Nothing is written if measurements contradict the stated ``fabric``.
     """
     predictor = starting_predictor(predictor, out)
     start = predictor.collective.between
@@ -133,12 +139,17 @@ def calibrate_links(
     def fit(rows: NDArray[np.bool_]) -> BetweenNodes:
         return fit_site(start, [works[index] for index in np.flatnonzero(rows).tolist()], fabric, seconds[rows])
 
-    fitted = fit(small)
-    by, judged, after = LARGER, ~small, fitted.seconds(works, fabric)
-    if small.all():
-        layouts = len({(work.group_size, work.ranks_per_node) for work in works})
-        by, judged = LEFT_OUT.format("layout" if layouts > 1 else "size of the only layout"), small
-        after = left_out_seconds(works, fabric, fit)
+    fitted, judged = fit(small), np.flatnonzero(~small)
+    one = len({(work.group_size, work.ranks_per_node) for work in works}) == 1
+    if len(judged):
+        fitted = keep_better(start, fitted, [works[index] for index in judged.tolist()], fabric, seconds[judged])
+        by, after = LARGER, fitted.seconds(works, fabric)
+    else:
+        by, after = (
+            LEFT_OUT.format("size of the only layout" if one else "layout"),
+            left_out_seconds(works, fabric, fit),
+        )
+        judged = np.arange(len(works))
     change = Change.of(start.seconds(works, fabric)[judged], after[judged], seconds[judged])
     factors = {name: dict(zip(CHOICE_TERMS, own.tolist(), strict=True)) for name, own in fitted.factors.items()}
     doubts = link_doubts(works, fabric, seconds)
@@ -161,8 +172,8 @@ def calibrate_links(
     )
     file = digest(path.read_bytes())
     shapes = pack_shapes(shape_of(work) for work, own in zip(works, small, strict=True) if own)
-    of: dict[str, Any] = {"fitted_shapes": shapes, "files": sorted({each.digest for each in measured.files.values()})}
-    of |= {"fabric": fabric.name, "tables": {path.name: file}}
+    files = sorted({each.digest for each in measured.files.values()})
+    of = {"fitted_shapes": shapes, "files": files, "fabric": fabric.name, "tables": {path.name: file}}
     recorded, evidence = ("fitted", "factors", "evidence", "software"), [file, chosen, repr(fabric), str(factors)]
     report.save("calibrated_links", recorded, evidence, **of)
     return report

@@ -22,8 +22,8 @@ from stepsight.training.corrections.corrector import rows_by
 from stepsight.training.fitting.own_table import family_figures, held_out
 from stepsight.training.kernels.kernel_models import dtype_class, fit_kernels, op_rows
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.shipped.catalogue import RECIPES, read_links, read_recipe
-from stepsight.training.shipped.from_tables import CollectiveRows, OpRows, fit_links
+from stepsight.training.shipped.catalogue import RECIPES, read_recipe
+from stepsight.training.shipped.from_tables import OpRows
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -79,10 +79,9 @@ def run_kernels(options: argparse.Namespace) -> tuple[Any, str]:
 
 
 H100, TESTS = "h100-sxm", "collectives/nccl-tests-cluster"  # the predictor that is judged, and the table
-_USUAL = find_fabric("dgx-h100")
 SITES: Mapping[str, Fabric] = {  # with their links; the second states none, and its longest messages have 14 GB/s
-    "cluster01": _USUAL,
-    "cluster00": replace(_USUAL, name="cluster00", inter_node=Link(14e9, 10e-6)),
+    "cluster01": find_fabric("dgx-h100"),
+    "cluster00": replace(find_fabric("dgx-h100"), name="cluster00", inter_node=Link(14e9, 10e-6)),
 }
 
 
@@ -95,8 +94,7 @@ def collective_figures(
     def fit(rows: Mask) -> BetweenNodes:
         return fit_site(start, [works[index] for index in np.flatnonzero(rows).tolist()], links, seconds[rows])
 
-    models: dict[str, Any] = {"shipped": predictor.collective, "start": start, "unfitted": UNFITTED}
-    models["calibrated"] = fit(small)
+    models: dict[str, Any] = {"shipped": predictor.collective, "start": start, "calibrated": fit(small)}
     off = {name: _off(model.seconds(works, links), seconds) for name, model in models.items()}
     off["in_turn"] = _off(left_out_seconds(works, links, fit), seconds)
     figures = []
@@ -129,33 +127,24 @@ def small_groups(works: Sequence[Collective]) -> Mask:
     return np.asarray((ranks <= most) | (ranks > most).all())
 
 
-def without(rows: CollectiveRows, links: Fabric, works: Sequence[Collective]) -> CollectiveRows:
-    """Rows without those of a site, which are the ones that equal its own on its own links."""
-    own, pairs = set(works), zip(rows.collectives, rows.fabrics, strict=True)
-    return rows.take(np.flatnonzero([not (work in own and fabric == links) for work, fabric in pairs]))
-
-
 def run_collectives(options: argparse.Namespace) -> tuple[Any, str]:
     """Judge the collectives of every site: of the public table, or of folders of logs, FABRIC/SITE/LOGS."""
-    predictor = Predictor.load(options.predictor or H100)
-    start, figures = predictor.collective.between or UNFITTED, []
+    predictor, figures = Predictor.load(options.predictor or H100), []
     for folder in sorted(options.logs.glob("*/*")) if options.logs else []:
-        rows = site_rows(read_table("nccl-tests", folder))
+        rows, start = site_rows(read_table("nccl-tests", folder)), predictor.collective.between or UNFITTED
         figures += collective_figures(folder.name, *rows, find_fabric(folder.parent.name), predictor, start)
     for site, links in {} if options.logs else SITES.items():
-        works, seconds = site_rows(read_table("nccl-tests", options.data / TESTS), site)
-        others = fit_links(without(read_links(RECIPES[H100], options.data)[0], links, works)).between or UNFITTED
-        figures += collective_figures(site, works, seconds, links, predictor, others)
+        rows = site_rows(read_table("nccl-tests", options.data / TESTS), site)
+        figures += collective_figures(site, *rows, links, predictor, UNFITTED)
     columns = {"site": "site", "kind": "kind", "ranks": "ranks", "size": "size", "rows": "rows",
-               "shipped %": "shipped", "without the site": "start", "unfitted": "unfitted", "in turn": "in_turn",
+               "shipped %": "shipped", "without the site": "start", "in turn": "in_turn",
                "larger rows": "calibrated_rows", "larger": "larger", "calibrated": "calibrated"}  # fmt: skip
     return {"figures": figures}, table_of(figures, columns)
 
 
-_DATA = {"--data": {"type": Path, "required": True, "help": "folder of the public tables"}}
+_DATA = {"--data": {"type": Path, "default": Path(), "help": "folder of the public tables"}}
 _ONLY = {"--only": {"choices": list(RECIPES), "help": "one predictor's data"}}
 KERNELS = Study("kernels", cases("about")["kernels"], run_kernels, {**_DATA, **_ONLY})
 _PREDICTOR = {"--predictor": {"type": Path, "help": "folder of a predictor to judge in place of the shipped one"}}
-_TABLES = {"--data": {"type": Path, "default": Path(), "help": "folder of the public tables"}}
 _LOGS = {"--logs": {"type": Path, "help": "nccl-tests' logs to judge instead, as PRESET_OF_A_FABRIC/SITE/LOGS"}}
-COLLECTIVES = Study("collectives", cases("about")["collectives"], run_collectives, {**_TABLES, **_PREDICTOR, **_LOGS})
+COLLECTIVES = Study("collectives", cases("about")["collectives"], run_collectives, {**_DATA, **_PREDICTOR, **_LOGS})

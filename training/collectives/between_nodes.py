@@ -48,17 +48,12 @@ def read_curve(log_seconds: Array, num_bytes: Array) -> Array:
 
 
 def never_falling(values: Array) -> Array:
-    """The nearest non-decreasing values (least squares), by pooling adjacent violators (Ayer et al. 1955)."""
-    means: list[float] = []
-    counts: list[int] = []
-    for value in values.tolist():
-        mean, count = value, 1
-        while means and means[-1] > mean:
-            before, own = means.pop(), counts.pop()
-            mean, count = (mean * count + before * own) / (count + own), count + own
-        means.append(mean)
-        counts.append(count)
-    return np.repeat(means, counts)
+    """The nearest non-decreasing values (least squares): largest least mean (Robertson et al. 1988, theorem 1.4.4)."""
+    first, last = np.indices((len(values), len(values)))
+    sums, counts = np.concatenate([[0.0], np.cumsum(values)]), np.maximum(last - first + 1, 1)
+    means = np.where(first <= last, (sums[last + 1] - sums[first]) / counts, np.inf)
+    least = np.minimum.accumulate(means[:, ::-1], axis=1)[:, ::-1]
+    return np.asarray(np.where(first <= last, least, -np.inf).max(axis=0))
 
 
 @dataclass(frozen=True)
@@ -265,14 +260,32 @@ def fit_site(start: BetweenNodes, collectives: Sequence[Collective], fabric: Fab
     before = np.log(start.seconds(collectives, fabric))
     change = np.log(left_out_seconds(collectives, fabric, fit)) - before
     agreed = change * np.clip(np.log(seconds) - before, -MOST, MOST)
-    sizes = np.log(np.maximum([collective.num_bytes for collective in collectives], 1.0))
     residuals = {}
     for kind, index in rows_by(collective.kind for collective in collectives).items():
-        alike = np.exp(-0.5 * ((LOG_KNOTS[:, None] - sizes[index]) / SHARE_WIDTH) ** 2)
+        alike = _alike(collectives, index)
         shares = (alike @ agreed[index] + CARRIED**2) / (alike @ change[index] ** 2 + CARRIED**2)
         residuals[kind] = replace(fitted.residuals[kind], shares=np.clip(shares, 0.0, 1.0))
     factors = {**start.factors, **{kind: fitted.factors[kind] for kind in residuals}}
     return replace(fitted, factors=factors, residuals=residuals)
+
+
+def keep_better(
+    start: BetweenNodes, fitted: BetweenNodes, collectives: Sequence[Collective], fabric: Fabric, seconds: Array
+) -> BetweenNodes:
+    """The fitted model without its corrections of the kinds and sizes that ``start`` predicts better."""
+    before, after = (np.abs(np.log(each.seconds(collectives, fabric) / seconds)) for each in (start, fitted))
+    residuals = dict(fitted.residuals)
+    for kind, index in rows_by(collective.kind for collective in collectives).items():
+        if kind in residuals:
+            better = _alike(collectives, index) @ (before - after)[index] > 0
+            residuals[kind] = replace(residuals[kind], shares=residuals[kind].shares * better)
+    return replace(fitted, residuals=residuals)
+
+
+def _alike(collectives: Sequence[Collective], index: NDArray[np.int64]) -> Array:
+    """How alike in size some collectives are to each of ``KNOTS``, ``(knots, index)``."""
+    sizes = np.log([max(collectives[each].num_bytes, 1) for each in index.tolist()])
+    return np.asarray(np.exp(-0.5 * ((LOG_KNOTS[:, None] - sizes) / SHARE_WIDTH) ** 2))
 
 
 def _site_factors(
@@ -280,9 +293,11 @@ def _site_factors(
 ) -> BetweenNodes:
     """Factors of a cluster, and for each kind what they leave, all of which carries over."""
     layouts = len({(c.group_size, c.ranks_per_node) for c in collectives})
-    fabrics = [fabric] * len(collectives)
-    each = SITE_INDEPENDENT * layouts  # rows of one layout share its peculiarities
-    fitted = fit_between_nodes(collectives, fabrics, seconds, start=start, noise=SITE_NOISE, independent=each)
+    told = {
+        "noise": SITE_NOISE,
+        "independent": SITE_INDEPENDENT * layouts,
+    }  # rows of one layout share its peculiarities
+    fitted = fit_between_nodes(collectives, [fabric] * len(collectives), seconds, start=start, **told)
     off, places, found = np.log(seconds / fitted.seconds(collectives, fabric)), _scaled(collectives), {}
     for kind, index in rows_by(collective.kind for collective in collectives).items():
         near = fit_neighbours(places[index], off[index], 1.0, noise=SITE_NOISE)
@@ -297,10 +312,9 @@ def left_out_seconds(
 
     ``fit``: from the rows that it sees.
     """
-    layouts = np.array([(c.group_size, c.ranks_per_node) for c in collectives]).reshape(-1, 2)
-    sizes = np.array([c.num_bytes for c in collectives])
-    one = (layouts == layouts[0]).all()
-    distinct, which = np.unique(sizes if one else layouts, axis=0, return_inverse=True)
+    keys = np.array([(c.group_size, c.ranks_per_node, c.num_bytes) for c in collectives])
+    several = (keys[:, :2] != keys[0, :2]).any()
+    distinct, which = np.unique(keys[:, :2] if several else keys[:, 2:], axis=0, return_inverse=True)
     folds, predicted = which.reshape(-1) % SITE_FOLDS, np.empty(len(collectives))
     for fold in range(min(SITE_FOLDS, len(distinct))):
         held = folds == fold
@@ -349,7 +363,7 @@ BOUND_SHARE = 0.7  # share of its time from which a collective counts as bound b
 FEWEST, ENOUGH = 3, 200  # fewest rows for a doubt, and rows that are examined
 ALIKE = 0.05  # log units of error that are ignored
 SCALES = sorted((10.0 ** np.linspace(-1, 3, 81)).tolist(), key=lambda scale: abs(np.log(scale)))  # slower bandwidths
-_PARTS = [["adapters", "links_within_node"], ["quick_steps", "bulk_steps"]]  # transfers, latencies
+_LATENCIES = (1, 2)  # of ``CHOICE_TERMS``; the transfers are ``OVERLAPPING``
 
 
 def link_doubts(collectives: Sequence[Collective], fabric: Fabric, seconds: Array) -> tuple[str, ...]:
@@ -358,8 +372,8 @@ def link_doubts(collectives: Sequence[Collective], fabric: Fabric, seconds: Arra
     across = across[:: max(1, len(across) // ENOUGH)]
     works, measured = [collectives[index] for index in across], np.asarray(seconds)[across]
     parts, link, found = UNFITTED.parts(works, fabric), fabric.inter_node, []
-    columns = [[CHOICE_TERMS.index(name) for name in names] for names in _PARTS]
-    long, short = (parts[:, some].sum(axis=1) > BOUND_SHARE * parts.sum(axis=1) for some in columns)
+    bound = BOUND_SHARE * parts.sum(axis=1)
+    long, short = (parts[:, terms].sum(axis=1) > bound for terms in (OVERLAPPING, _LATENCIES))
     if long.sum() >= FEWEST:  # the smallest change of the bandwidth that explains their times
         those, off = [works[index] for index in np.flatnonzero(long).tolist()], []
         for scale in SCALES:

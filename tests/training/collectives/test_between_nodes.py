@@ -18,6 +18,7 @@ from stepsight.training.collectives.between_nodes import (
     BetweenNodes,
     fit_between_nodes,
     fit_site,
+    keep_better,
     left_out_seconds,
     link_doubts,
     never_falling,
@@ -268,6 +269,19 @@ def test_each_kind_and_size_keeps_what_was_better() -> None:
     medium, long = np.log2(KNOTS) == 22, np.log2(KNOTS) == 31
     shares = {kind: residual.shares for kind, residual in fitted.residuals.items()}
     assert shares["all_to_all"][medium] < 0.5 < 0.8 < min(shares["all_to_all"][long], shares["all_reduce"][medium])
+
+
+def test_larger_groups_that_were_predicted_better_keep_what_was() -> None:
+    """Small exchanges take twice as long in small groups alone, long ones in all groups."""
+    sizes = [1 << power for power in range(10, 32, 2)]
+    small, large = (
+        [Collective("all_to_all", size, 8 * n, 8) for n in some for size in sizes] for some in ((2, 4), (64,))
+    )
+    fitted = fit_site(UNFITTED, small, FABRIC, 2 * UNFITTED.seconds(small, FABRIC))
+    before = UNFITTED.seconds(large, FABRIC)
+    measured = before * np.array([1.0 if c.num_bytes < 1 << 20 else 2.0 for c in large])
+    changed = np.log(keep_better(UNFITTED, fitted, large, FABRIC, measured).seconds(large, FABRIC) / before)
+    assert np.abs(changed[:3]).max() < 0.05 and changed[-3:].min() > 0.4
 
 
 def test_calibrated_time_never_falls_with_nodes() -> None:
