@@ -273,12 +273,15 @@ def keep_better(
     start: BetweenNodes, fitted: BetweenNodes, collectives: Sequence[Collective], fabric: Fabric, seconds: Array
 ) -> BetweenNodes:
     """The fitted model without its corrections of the kinds and sizes that ``start`` predicts better."""
-    before, after = (np.abs(np.log(each.seconds(collectives, fabric) / seconds)) for each in (start, fitted))
+    before, after = (np.abs(each.seconds(collectives, fabric) / seconds - 1) for each in (start, fitted))
     residuals = dict(fitted.residuals)
     for kind, index in rows_by(collective.kind for collective in collectives).items():
         if kind in residuals:
             better = _alike(collectives, index) @ (before - after)[index] > 0
-            residuals[kind] = replace(residuals[kind], shares=residuals[kind].shares * better)
+            kept = replace(residuals[kind], shares=residuals[kind].shares * better)
+            own = replace(fitted, residuals={kind: kept}).seconds([collectives[each] for each in index], fabric)
+            gains = np.abs(own / seconds[index] - 1).mean() < before[index].mean()  # sizes bound each other
+            residuals[kind] = replace(kept, shares=kept.shares * gains)
     return replace(fitted, residuals=residuals)
 
 
