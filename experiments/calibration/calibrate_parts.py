@@ -113,6 +113,8 @@ class Report:
 _PLACE = re.compile(r"\b(?:in|out-of)-place\b")
 FEWEST_COLLECTIVES = 8  # collectives between nodes that a calibration takes
 LARGER, LEFT_OUT = "larger groups", "each {} left out in turn"
+_HEADER = ["judged by", "collectives", "mean error %", "after", "bias", "after"]
+_OTHERS = "left out {} rows of other software (--software takes them instead): {}"
 
 
 def calibrate_links(
@@ -154,8 +156,6 @@ def calibrate_links(
     factors = {name: dict(zip(CHOICE_TERMS, own.tolist(), strict=True)) for name, own in fitted.factors.items()}
     doubts = link_doubts(works, fabric, seconds)
     problems = [] if change.is_gain else [f"it does not lower the mean error on {by} by {100 * LEAST_GAIN:g} % of it"]
-    header = ["judged by", "collectives", "mean error %", "after", "bias", "after"]
-    others = "left out {} rows of other software (--software takes them instead): {}"
     number, told = int(small.sum()), {"doubts": list(doubts), "software": chosen, "left_out": left_out}
     report = Report(
         source=predictor.source,
@@ -164,8 +164,8 @@ def calibrate_links(
         values={"fitted": number, "factors": factors, "evidence": {"by": by, **change.to_dict()}, **told},
         lines=[
             f"calibrated {predictor.source} on {number} collectives between nodes",
-            table(header, [[by, change.before.used, *change.cells("mape", "bias")]]),
-            *(others.format(count, name or "not stated") for name, count in left_out.items()),
+            table(_HEADER, [[by, change.before.used, *change.cells("mape", "bias")]]),
+            *(_OTHERS.format(count, name or "not stated") for name, count in left_out.items()),
             *(f"doubt: {doubt}" for doubt in doubts),
         ],
         problems=["the stated links are contradicted"] if doubts else problems,
