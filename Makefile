@@ -37,6 +37,13 @@ help:
 	@$(BIN)/python -m compileall -q -j 0 .venv/lib > /dev/null || true  # quicker than pip's own, one file at a time
 	@touch $@
 
+# Where mypy, the import linter and the docs find every folder under the package's name.
+.types/stepsight: stepsight
+	@rm -rf $@ && mkdir -p $@
+	@ln -s $(addprefix ../../,dataset experiments features gnn simulator training $(wildcard stepsight/*.py stepsight/[a-z]*/)) $@/
+
+setup test check docs: .types/stepsight
+
 setup: .venv/.installed
 
 demo: .venv/.installed

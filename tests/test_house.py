@@ -114,12 +114,12 @@ def test_a_cycle_is_caught_though_it_is_lazy(said_of_planted: str) -> None:
 
 
 def test_type_checkers_and_the_linter_see_every_folder() -> None:
-    """``.types/stepsight`` links everything that is in the package."""
+    """``.types/stepsight``, which ``make`` writes, links everything that is in the package."""
     places = [*(ROOT / folder for folder in FOLDERS), *(ROOT / "stepsight").glob("[!.]*")]
     for place in places:
         if place.name not in ("__pycache__", "py.typed"):
             assert (ROOT / ".types" / "stepsight" / place.name).resolve() == place, (
-                f"link .types/stepsight/{place.name}"
+                f"link .types/stepsight/{place.name}: make .types/stepsight"
             )
 
 

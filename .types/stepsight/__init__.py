@@ -1,1 +1,0 @@
-../../stepsight/__init__.py

@@ -1,1 +1,0 @@
-../../stepsight/__main__.py

@@ -1,1 +1,0 @@
-../../stepsight/registries.py
