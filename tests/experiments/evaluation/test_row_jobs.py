@@ -287,6 +287,19 @@ def test_hosts_of_dispatchers_by_container(hardware: str, container: str, calls:
     assert framework_of(row).dispatch_calls == calls
 
 
+@pytest.mark.parametrize(("source", "model", "calls"), [
+    ("Megatron-LM CI gpt H100", "gpt3_mcore_te_tp1_pp4_vp1", (15.0, 195.0)),
+    ("Megatron-LM CI moe A100", "gpt3_mcore_cp2_pp2_ep2_te_4experts2parallel", (15.0, 80.0)),
+    ("Megatron-LM CI moe GB200", "gpt3_mcore_te_tp2_pp1_te_a2a_ovlp_8experts_etp1_ep4", (15.0, 195.0)),
+    ("MLPerf llama2_70b_lora", "Llama-2-70B LoRA", (1.0, 195.0)),
+])  # fmt: skip
+def test_hosts_of_functional_tests_and_of_captured_layers(source: str, model: str, calls: tuple[float, float]) -> None:
+    """Tests of a few experts gather all tokens, with less host code than for all-to-alls; MLPerf's LoRA has graphs."""
+    software = "NeMo" if "MLPerf" in source else "Megatron-LM"
+    framework = framework_of(run_row(source=source, model_name=model, framework=software, date="2026-03"))
+    assert (framework.op_calls, framework.dispatch_calls) == calls
+
+
 @pytest.mark.parametrize(("recipes", "vocab"), [("v24.11.1", 51200), ("v25.02", 51200), ("v25.04", 129024)])
 def test_recipes_with_the_tokenizer_of_gpt2(recipes: str, vocab: int) -> None:
     """Llama 3.1 405B was measured with 50257 tokens, padded to a multiple of 128 for each tensor-parallel rank."""
