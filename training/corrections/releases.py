@@ -9,12 +9,14 @@ the rate in the profile (``drift_log``) is multiplied by its value over its valu
 
 from __future__ import annotations
 
-import math
+import re
 
-from stepsight.dataset.job.frameworks import Framework, release_month
+from stepsight.dataset.base.files import preset
+from stepsight.dataset.job.frameworks import release_month
 from stepsight.dataset.job.job import Job
 
 TAUGHT = ("2024-04", "2026-08")  # first and last release of the pairs: outside, the drift stands still
+_DRIFTS = preset("job_facts.toml")["drifts"]
 
 
 def stated_month(job: Job) -> str:
@@ -34,23 +36,21 @@ def months_taught(since: str, until: str) -> int:
     return min(max(months_of(until), first), last) - min(max(months_of(since), first), last)
 
 
-def drift_log(profile: Framework | None, date: str) -> float:
-    """Logarithm of the factor on the time of a profile's runs at a date; 0 if either is unknown."""
-    if profile is None or not (profile.drift_log and date):
-        return 0.0
-    return profile.drift_log * months_taught(profile.drift_from, date)
+def rate_of(job: Job) -> tuple[float, str]:
+    """The drift of a job's software a month, in log units, and the month for which the time holds; 0: none is known.
+
+    It is the profile's, or what ``job_facts.toml`` tells of the chip and the precision.
+    """
+    profile = job.profile
+    if profile is None or not profile.drift_log:
+        return 0.0, ""
+    chip, precision = job.cluster.hardware, job.batch.precision
+    own = [t for t in _DRIFTS if re.match(t["hardware"], chip) and precision in t["precisions"]]
+    return (own[0]["log"], own[0]["since"]) if own else (profile.drift_log, profile.drift_from)
 
 
 def drift_of(job: Job) -> float:
-    """Logarithm of the factor on a job's time by the release that it states."""
+    """Logarithm of the factor on a job's time by the release that it states; 0 if either is unknown."""
     date = stated_month(job)
-    return drift_log(job.profile, date) if date else 0.0
-
-
-def drift_text(job: Job) -> str:
-    """The drift of a job's release in words; empty: there is none."""
-    log_factor = drift_of(job)
-    if not log_factor or job.profile is None:
-        return ""
-    since = f"the profile holds for {job.profile.drift_from}"
-    return f"{stated_month(job)}, {100 * math.expm1(log_factor):+.1f} % by the drift of dated runs ({since})"
+    log, since = rate_of(job) if date else (0.0, "")
+    return log * months_taught(since, date) if log else 0.0

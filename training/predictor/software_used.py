@@ -12,7 +12,7 @@ from stepsight.dataset.base.files import IF_SET, Saved
 from stepsight.dataset.job.frameworks import GENERIC, LIBRARIES, framework_in, release_month, version_numbers
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.training.corrections.releases import drift_text, months_of, months_taught, stated_month
+from stepsight.training.corrections.releases import drift_of, months_of, months_taught, rate_of, stated_month
 from stepsight.training.kernels.kernel_models import label
 from stepsight.training.predictor.predictor import Predictor
 
@@ -79,7 +79,9 @@ def software_used(job: Job, predictor: Predictor | None, works: Iterable[Op | Co
         stated = getattr(execution, name)
         if stated and not (name == "nccl" and (stated in nccl or not _described(stated, nccl))):
             unused.append(f"{name} {stated} does not change the answer: no table compares its versions")
-    release = drift_text(job) if predictor is not None and predictor.calibration.dated else ""
+    log = drift_of(job) if predictor is not None and predictor.calibration.dated else 0.0
+    drift = f"{stated_month(job)}, {100 * math.expm1(log):+.1f} % by the drift of dated runs"
+    release = f"{drift} (the profile holds for {rate_of(job)[1]})" if log else ""
     told = SoftwareUsed(profile=_profile(job), kernels=kernels, nccl=nccl, release=release)
     return replace(told, unused=tuple(unused), doubts=tuple(doubts))
 
@@ -128,21 +130,17 @@ def software_stated(date: str, container: str) -> dict[str, Any]:
 def software_change(usual: Job, asked: Job) -> SoftwareChange:
     """The drift between the software that a job states and the one that is asked about."""
     before, after = (_profile(job) for job in (usual, asked))
-    profile = asked.profile if after else None
-    until = stated_month(asked)
-    if profile is None:
+    if not after:
         return SoftwareChange(text="the job names no framework, so another release changes nothing")
-    since = stated_month(usual) or profile.drift_from
+    (rate_log, held), until = rate_of(asked), stated_month(asked)
+    since = stated_month(usual) or held
     if not since or not until:
         which = "the job states no date" if until else "no month is known of the container"
         return SoftwareChange(text=f"{which}, so nothing but the profile of {after} counts: no drift is known from it")
-    months = months_of(until) - months_of(since)
-    within = months_taught(since, until)
-    doubt = math.hypot(SPREAD_LOG * math.sqrt(abs(months)), profile.drift_log * (abs(months) - abs(within)))
+    months, within = months_of(until) - months_of(since), months_taught(since, until)
+    doubt = math.hypot(SPREAD_LOG * math.sqrt(abs(months)), rate_log * (abs(months) - abs(within)))
     name = f"{after} of {until} instead of {since}"
     name += "" if before == after else f": profile {after} instead of {before or 'none'}"
-    if not profile.drift_log:
-        return SoftwareChange(0.0, doubt, f"{name}: no pairs of dated runs of {after}, so the time stays")
-    log_factor = profile.drift_log * within
-    percent = 100 * math.expm1(log_factor)
-    return SoftwareChange(log_factor, doubt, f"{name}: {percent:+.1f} % by the drift of 53 pairs of dated runs")
+    percent = f"{100 * math.expm1(rate_log * within):+.1f} % by the drift of pairs of dated runs"
+    found = percent if rate_log else f"no pairs of dated runs of {after}, so the time stays"
+    return SoftwareChange(rate_log * within, doubt, f"{name}: {found}")

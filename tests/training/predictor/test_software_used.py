@@ -9,7 +9,7 @@ import pytest
 from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.job.frameworks import FRAMEWORKS
 from stepsight.dataset.job.job import Job
-from stepsight.training.corrections.releases import TAUGHT
+from stepsight.training.corrections.releases import TAUGHT, drift_of, rate_of
 from stepsight.training.prediction.ask_many import predict, predict_many
 from stepsight.training.predictor.software_used import SPREAD_LOG, software_change
 
@@ -95,6 +95,20 @@ def test_outside_of_the_dated_runs_the_drift_stands_still_and_the_doubt_grows() 
     last, later, latest = (software_change(nemo("2025-01"), nemo(date)) for date in ("2026-05", "2027-01", "2029-01"))
     assert later.doubt_log > last.doubt_log
     assert latest.log_factor == later.log_factor and latest.doubt_log > later.doubt_log
+
+
+@pytest.mark.parametrize(
+    ("hardware", "precision", "new"),
+    [("b200-sxm-180gb", "fp8", True), ("gb300-sxm-279gb", "nvfp4", True), ("b300-sxm-270gb", "bf16", False)]
+    + [("h100-sxm-80gb", "fp8", False)],
+)
+def test_narrow_types_of_new_chips_drift_faster(hardware: str, precision: str, new: bool) -> None:
+    """Software for 8 and 4 bits of Blackwell improves by more a month, from the middle of the months of its runs."""
+    there = {"cluster.hardware": hardware, "cluster.fabric": "", "batch.precision": precision, "framework": "nemo"}
+    usual, later = (Job.of(EXAMPLE, {**there, "execution.date": date}) for date in ("2025-12", "2026-04"))
+    change = software_change(usual, later)
+    assert (change.log_factor < 2 * 4 * RATE_LOG) == new and change.log_factor <= 4 * RATE_LOG
+    assert (rate_of(usual)[1] == "2025-12") == new == (drift_of(usual) == 0.0)
 
 
 def test_another_profile_of_the_software_brings_its_facts_and_the_drift() -> None:
