@@ -99,8 +99,12 @@ def test_outside_of_the_dated_runs_the_drift_stands_still_and_the_doubt_grows() 
 
 @pytest.mark.parametrize(
     ("hardware", "precision", "new"),
-    [("b200-sxm-180gb", "fp8", True), ("gb300-sxm-279gb", "nvfp4", True), ("b300-sxm-270gb", "bf16", False)]
-    + [("h100-sxm-80gb", "fp8", False)],
+    [
+        ("b200-sxm-180gb", "fp8", True),
+        ("gb300-sxm-279gb", "nvfp4", True),
+        ("b300-sxm-270gb", "bf16", False),
+        ("h100-sxm-80gb", "fp8", False),
+    ],
 )
 def test_narrow_types_of_new_chips_drift_faster(hardware: str, precision: str, new: bool) -> None:
     """Software for 8 and 4 bits of Blackwell improves by more a month, from the middle of the months of its runs."""
