@@ -100,7 +100,7 @@ def widths_of(scored: Sequence[Scored]) -> Widths:
     for row in scored:
         if catalogue.shipped_predictor(row.job.cluster.hardware) is not None:
             error = math.log(row.measured_s / row.predicted_s)
-            sources[row.row.source].append(PublishedError(row.digest, class_of(row.job), row.unsupported_share, error))
+            sources[row.row.source].append(PublishedError(row.digest, class_of(row.job, row.hfu), error))
     return Widths({name: tuple(rows) for name, rows in sources.items()})
 
 

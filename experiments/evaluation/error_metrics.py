@@ -49,6 +49,7 @@ class Scored:
     low_s: float
     high_s: float
     ideal_s: float  # time of the model's FLOP at the devices' peak
+    hfu: float  # part of the predicted time that all FLOP take at the devices' peak
     unsupported_share: float  # part of the predicted time in what lies outside of what was measured, 0 ... 1
     breakdown: dict[str, float] = field(repr=False)  # seconds by cause
     open: str = ""  # columns that the row leaves open, each with the values that were predicted; empty: none
@@ -357,6 +358,7 @@ def _scored(row: Row, every: Sequence[PublishedJob], predictor: Predictor | None
     return Scored(
         *(row, job, published.framework, measured, seconds, low_s, high_s),
         ideal_s=nearest.mfu * nearest.iteration_time_s,
+        hfu=nearest.hfu / share,
         unsupported_share=1.0 if predictor is None else nearest.unsupported_share,
         breakdown={cause: own * share for cause, own in nearest.breakdown.items()},
         open=published.open,

@@ -13,7 +13,7 @@ from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.regression.regressor import UNKNOWN
 from stepsight.training.shipped.catalogue import RECIPES, facts_digest
 
-NODE = 8  # devices of the job whose interval stands for those of a device without published runs
+USUAL_HFU = 0.5  # of the job whose interval stands for those of a device without published runs
 Lines = Iterator[tuple[str, str]]  # a title, and what is told; an empty text is left out
 
 
@@ -108,15 +108,15 @@ def _interval(predictor: Predictor) -> str:
     """The interval; that of a predictor from tables is wide where no published run judged its device."""
     own, calibration = predictor.intervals, predictor.calibration
     if predictor.kernel.derives and not own.num_runs:
-        widths, like = published_widths(), job_class(False, False, True, predictor.hardware.name, NODE)
+        widths, like = published_widths(), job_class(False, True, predictor.hardware.name, USUAL_HFU)
         runs = f"{sum(map(len, widths.sources.values()))} published runs of {len(widths.sources)} sources"
         text = f"as errors on {runs}, those of jobs alike"
-        if not widths.on_chip(like):
-            factor = math.exp(widths.half_width_of(like, 0.0))
+        if not widths.of_kind(like):
+            low, high = (100 * math.expm1(sign * end) for sign, end in zip((-1, 1), widths.ends_of(like), strict=True))
             text = (
-                f"wide by default, a factor of {factor:.1f} each way for a dense 16-bit job on {NODE} devices: no "
-                f"published run judged iterations on this device, so errors on {runs} on other devices are widened; "
-                "`stepsight calibrate` on measured runs narrows it"
+                f"wide by default, {low:.0f} % to {high:+.0f} % for a dense job with an HFU of "
+                f"{100 * USUAL_HFU:.0f} %: no published run judged iterations on this device, so errors on {runs} on "
+                "other devices are widened; `stepsight calibrate` on measured runs narrows it"
             )
     elif own.num_runs:
         low, high = (100 * math.expm1(sign * own.half_width_log) for sign in (-1, 1))

@@ -1,11 +1,11 @@
 """Prediction intervals: conformal ones from held-out runs, and errors of public predictors on published runs.
 
-A predictor from public tables has no runs of its own to hold back.  Its errors on published runs are kept by source and
-by what their jobs are like.  They are counted in units of a scale that grows with mixtures of experts, 8-bit products,
-unfused attention, devices, what was never measured, and where few sources have run on the chip.  A job's interval is
-their conformal quantile times its own scale; a source with many runs counts for less than as many sources with one, and
-not at all for its own runs.  Runs are slower than predicted more often than faster, so an interval reaches further up
-than down.  Where the host decides the time, the doubt of the host's time is added.
+A predictor from public tables has no runs of its own to hold back.  Its errors on published runs are kept by source.
+They grow with the logarithm of how many times as long an iteration takes as its FLOP at the devices' peak, one over its
+HFU: the FLOP are certain, and all else (kernels below their peak, waiting, messages, the host) is in doubt in
+proportion.  They are larger with unfused attention, and where few sources have run models of the kind on the chip.
+Runs are slower than predicted more often than faster, so each side of an interval has a quantile of its own.  A
+source's own runs never count.
 ``python tools/shipped_data.py widths RUNS`` writes the preset again.
 
 Doubt about single ops and collectives, from errors of runs that were held back, and its sum over an iteration.
@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.caching import Memo, cached
 from stepsight.dataset.base.files import Saved, read_json
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.job.specs import QUANTIZED
 
 Array = NDArray[np.float64]
 
@@ -56,7 +55,7 @@ class Intervals(Saved):
         the number of devices as errors on published runs do, since held-back runs are small.
         """
         half = self.half_width_log + UNSUPPORTED_LOG * min(max(unsupported_share, 0.0), 1.0)
-        return half * _growth(devices, OWN_WEIGHT) if self.num_runs else half
+        return half * _growth(devices) if self.num_runs else half
 
     def __post_init__(self) -> None:
         if not (0 <= self.half_width_log <= MOST_LOG and 0 < self.coverage < 1 and self.num_runs >= 0):
@@ -91,45 +90,33 @@ def fit_intervals(log_residuals: Array, spread_log: float) -> Intervals:
 
 
 PRESET = Path(__file__).with_name("published_widths.json")
-# The next seven were chosen for the interval score of sources left out in turn, not for the error of any prediction.
-KIND_WEIGHTS = {"mixture": 0.75, "8-bit": 0.5, "unfused": 1.0}  # added to the scale of jobs of the kind
-SHARE_WEIGHT = 0.25  # if all of an iteration lies outside the measured range
-DEVICES_WEIGHT = 0.1  # per doubling of the devices beyond a node of eight
-OWN_WEIGHT = 0.05  # the same for a predictor that is judged by runs of its own
-CHIP_WEIGHT = 0.5  # divided by the number of sources with runs on the chip
-SOURCE_POWER = 0.5  # a run's weight is one over this power of the number of runs of its source
-LEVEL = 0.92  # of the quantile: it holds ``COVERAGE`` of the runs of sources left out in turn
-DOWN, UP = 0.9, 1.1  # parts of a half width below and above the prediction
-RECOMMENDATION = "recommendation"  # kind of a job
-HOSTS = (0.6, 3.0)  # times of a host over predicted ones, in nine of ten functional tests of Megatron-LM (2024-26)
+# The next three were chosen for the interval score of sources left out in turn, not for the error of any prediction.
+UNFUSED_WEIGHT = 0.3  # added to the scale of jobs with unfused attention
+FEW_WEIGHT = 0.5  # divided by one more than the number of other sources with runs of the kind of model on the chip
+LEVEL = 0.955  # of the quantile on each side: both hold ``COVERAGE`` of the runs of sources left out in turn
+OWN_WEIGHT = 0.05  # growth per doubling of the devices beyond a node of eight, of a predictor judged by its own runs
+LEAST_EXCESS = 0.2  # no prediction is more certain than that of an iteration at four fifths of the peak
 MOST_KNOWN = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class JobClass:
-    """The properties of a job that the size of its prediction error depends on."""
+    """The properties of a predicted job that the size of its error depends on."""
 
-    kind: tuple[str, str, str, str]  # dense or a mixture, width of products, attention, and generation of the chip
-    devices: int  # how many move in step
-
-
-def class_of(job: Job) -> JobClass:
-    """The likeness of a job."""
-    narrow, fused = job.batch.precision in QUANTIZED, job.model.fused_attention
-    like = job_class(bool(job.model.experts), narrow, fused, job.hardware_name, job.cluster.num_devices)
-    return replace(like, kind=(RECOMMENDATION, *like.kind[1:])) if job.model.tables else like
+    kind: tuple[str, str, str]  # dense or a mixture, attention, and generation of the chip
+    excess: float  # logarithm of its time over that of its FLOP at the devices' peak
 
 
-def job_class(mixture: bool, narrow: bool, fused: bool, hardware: str, devices: int) -> JobClass:
+def job_class(mixture: bool, fused: bool, hardware: str, hfu: float) -> JobClass:
     """A likeness from plain facts; the chip's generation is the name's first letter and digit (``h1`` of H100)."""
     chip = re.match(r"g?([a-z]+-?\d)", hardware.lower())
-    kind = (
-        "mixture" if mixture else "dense",
-        "8-bit" if narrow else "16-bit or more",
-        "fused" if fused else "unfused",
-        chip[1] if chip else hardware,
-    )
-    return JobClass(kind, devices)
+    kind = "mixture" if mixture else "dense", "fused" if fused else "unfused", chip[1] if chip else hardware
+    return JobClass(kind, max(-math.log(min(max(hfu, math.exp(-MOST_LOG)), 1.0)), LEAST_EXCESS))
+
+
+def class_of(job: Job, hfu: float) -> JobClass:
+    """The likeness of a job that is predicted with a hardware FLOP utilisation."""
+    return job_class(bool(job.model.experts), job.model.fused_attention, job.hardware_name, hfu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,42 +125,26 @@ class PublishedError:
 
     digest: str  # of its row
     like: JobClass  # what its job is like
-    share: float  # part of its predicted time outside of what was measured
     error: float  # log(measured / predicted)
 
 
-def _scale(like: JobClass, share: float, others: int) -> float:
-    """Scale of errors; ``share`` of the time is outside of what was measured, ``others``: more sources of the chip."""
-    known = sum(KIND_WEIGHTS.get(word, 0.0) for word in like.kind) + CHIP_WEIGHT / max(others, 0.5)
-    return known + SHARE_WEIGHT * min(max(share, 0.0), 1.0) + _growth(like.devices)
-
-
-def _growth(devices: int, weight: float = DEVICES_WEIGHT) -> float:
+def _growth(devices: int) -> float:
     """The growth of errors with the number of devices beyond a node of eight."""
-    return 1.0 + weight * max(math.log2(max(devices, 1)) - 3.0, 0.0)
-
-
-def ends_of(half: float, host_share: float) -> tuple[float, float]:
-    """How far an interval reaches below and above a prediction, in log-seconds; ``host_share``: what hosts decide."""
-    share = min(max(host_share, 0.0), 1.0)
-    return DOWN * half - math.log1p(share * (HOSTS[0] - 1.0)), UP * half + math.log1p(share * (HOSTS[1] - 1.0))
+    return 1.0 + OWN_WEIGHT * max(math.log2(max(devices, 1)) - 3.0, 0.0)
 
 
 def uncalibrated_ends(
-    intervals: Intervals, like: JobClass, shares: tuple[float, float], *, public: bool, without: str = ""
+    intervals: Intervals, like: JobClass, outside: float, devices: int, *, public: bool, without: str = ""
 ) -> tuple[float, float]:
     """How far the interval of a predictor without calibration reaches below and above, in log-seconds.
 
-    ``shares``: of the job's time, outside the measured range and decided by the host, 0 to 1.  ``public``: the
-    predictor comes from public tables, so that without runs of its own published ones judge it, except those of the
-    source ``without``.
+    ``outside``: share of the job's time outside the measured range, 0 to 1.  ``devices``: how many move in step.
+    ``public``: the predictor comes from public tables, so that without runs of its own published ones judge it, except
+    those of the source ``without``.
     """
-    outside, host = shares
     if public and not intervals.num_runs:
-        # No published run of a recommendation model judges the widths: its lookups were never measured at all.
-        more = UNSUPPORTED_LOG * outside * (like.kind[0] == RECOMMENDATION)
-        return ends_of(published_widths().half_width_of(like, outside, without) + more, host)
-    half = intervals.half_width(outside, like.devices)
+        return published_widths().ends_of(like, without)
+    half = intervals.half_width(outside, devices)
     return half, half
 
 
@@ -182,45 +153,49 @@ class Widths:
     """Errors on published runs, by source."""
 
     sources: Mapping[str, tuple[PublishedError, ...]]
-    _known: Memo[str, float] = field(
+    _known: Memo[str, tuple[float, float]] = field(
         default_factory=lambda: Memo("intervals: published errors", MOST_KNOWN), init=False, compare=False, repr=False
     )
 
-    def half_width_of(self, like: JobClass, unsupported_share: float, without: str = "") -> float:
-        """Half of the interval of a job in log-seconds, from the errors of all sources except ``without``."""
-        quantile = self._known.get(without)
-        if quantile is None:
-            self._known[without] = quantile = self._quantile(without)
-        return min(quantile * _scale(like, unsupported_share, len(self.on_chip(like) - {without})), MOST_LOG)
+    def ends_of(self, like: JobClass, without: str = "") -> tuple[float, float]:
+        """How far the interval of a job reaches below and above its time, in log-seconds, from the errors of all
+        sources except ``without``.
+        """
+        ends = self._known.get(without)
+        if ends is None:
+            self._known[without] = ends = self._quantiles(without)
+        scale = self._scale(like, {without})
+        return min(ends[0] * scale, MOST_LOG), min(ends[1] * scale, MOST_LOG)
 
-    def on_chip(self, like: JobClass) -> frozenset[str]:
-        """Sources with runs on the generation of chip of a likeness."""
-        return self._chips.get(like.kind[3], frozenset())
+    def of_kind(self, like: JobClass) -> frozenset[str]:
+        """Sources with runs of a likeness's kind of model on its generation of chip."""
+        return self._kinds.get((like.kind[0], like.kind[2]), frozenset())
 
     @cached_property
-    def _chips(self) -> dict[str, frozenset[str]]:
-        pairs = {(row.like.kind[3], name) for name, rows in self.sources.items() for row in rows}
-        return {chip: frozenset(name for other, name in pairs if other == chip) for chip, _ in pairs}
+    def _kinds(self) -> dict[tuple[str, str], frozenset[str]]:
+        kinds: dict[tuple[str, str], set[str]] = {}
+        for name, row in ((name, row) for name, rows in self.sources.items() for row in rows):
+            kinds.setdefault((row.like.kind[0], row.like.kind[2]), set()).add(name)
+        return {kind: frozenset(names) for kind, names in kinds.items()}
 
-    def _quantile(self, without: str) -> float:
-        """The weighted conformal quantile of errors over their scale; ``ROOFLINE_LOG`` if there are none."""
-        scores, weights = [], []
-        for name, rows in self.sources.items():
-            for row in rows if name != without else ():
-                scale = _scale(row.like, row.share, len(self.on_chip(row.like) - {name, without}))
-                scores.append(max(row.error / UP, -row.error / DOWN) / scale)
-                weights.append(len(rows) ** -SOURCE_POWER)
-        if not scores:
-            return ROOFLINE_LOG
-        order, weight = np.argsort(scores), np.array(weights)
-        reached = np.cumsum(weight[order])
-        needed = LEVEL * (reached[-1] + float((weight**2).sum() / weight.sum()))  # the job itself: a typical run
-        at = int(np.searchsorted(reached, needed))
-        return float(scores[order[at]] if at < len(order) else scores[order[-1]] * needed / reached[-1])
+    def _scale(self, like: JobClass, without: Collection[str]) -> float:
+        """Scale of the errors of jobs of a likeness; sources ``without`` say nothing of them."""
+        few = FEW_WEIGHT / (1 + len(self.of_kind(like).difference(without)))
+        return like.excess * (1.0 + few + UNFUSED_WEIGHT * (like.kind[1] == "unfused"))
+
+    def _quantiles(self, without: str) -> tuple[float, float]:
+        """Quantiles of errors over their scale, down and up; ``ROOFLINE_LOG`` if there are none."""
+        scores = [
+            row.error / self._scale(row.like, {name, without})
+            for name, rows in self.sources.items()
+            for row in (rows if name != without else ())
+        ]
+        down, up = (conformal_quantile([sign * score for score in scores], LEVEL) for sign in (-1.0, 1.0))
+        return max(down, 0.0), max(up, 0.0)
 
     def to_dict(self) -> dict[str, Any]:
         rows = {
-            name: [[o.digest, *o.like.kind, o.like.devices, round(o.share, 3), round(o.error, 4)] for o in offs]
+            name: [[o.digest, *o.like.kind, round(o.like.excess, 3), round(o.error, 4)] for o in offs]
             for name, offs in self.sources.items()
         }
         return {"coverage": COVERAGE, "sources": rows}
@@ -228,12 +203,15 @@ class Widths:
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Widths:
         sources: dict[str, list[PublishedError]] = {name: [] for name in value["sources"]}
-        for name, (digest, a, b, c, d, *numbers) in ((n, row) for n, rows in value["sources"].items() for row in rows):
-            devices, share, error = map(float, numbers)
-            if not abs(error) < MOST_LOG or not math.isfinite(share) or not 1 <= devices < math.inf:
-                raise ValueError(f"an error of {name} must lie within +-{MOST_LOG} with devices, got {numbers}")
-            like = JobClass((str(a), str(b), str(c), str(d)), int(devices))
-            sources[name].append(PublishedError(str(digest), like, share, error))
+        for name, (digest, a, b, c, *numbers) in ((n, row) for n, rows in value["sources"].items() for row in rows):
+            excess, error = map(float, numbers)
+            if not abs(error) < MOST_LOG or not LEAST_EXCESS <= excess <= MOST_LOG:
+                raise ValueError(
+                    f"an error of {name} must lie within +-{MOST_LOG}, and its excess from {LEAST_EXCESS} to "
+                    f"{MOST_LOG}, got {numbers}"
+                )
+            like = JobClass((str(a), str(b), str(c)), excess)
+            sources[name].append(PublishedError(str(digest), like, error))
         return cls({name: tuple(rows) for name, rows in sources.items()})
 
 

@@ -159,10 +159,9 @@ class _Together:
     def __init__(self, group: _Group, jobs: list[Job]) -> None:
         self._group, self._jobs = group, jobs
 
-    def share(self, place: int) -> tuple[float, float]:
-        """Parts of a job's critical path, 0 to 1: outside the measured range, and decided by the host."""
-        outside, host = self._shares[:, place].tolist()
-        return outside, host
+    def share(self, place: int) -> float:
+        """Part of a job's critical path outside the measured range, 0 to 1."""
+        return float(self._shares[place])
 
     @cached_property
     def _shares(self) -> Floats:
@@ -189,12 +188,13 @@ class _Group(NamedTuple):
         # An interval that covers several jobs takes a prediction of each.
         single = [place for place in index if jobs[place].uninterleaved is None]
         together = self._simulable(jobs, single)
-        seconds, shares = self.times([jobs[place] for place in together], intervals=True)
+        times, shares = self.times([jobs[place] for place in together], intervals=True)
         corrections, scale = self._corrections([jobs[place] for place in together])
-        columns = zip(together, seconds.tolist(), corrections, *shares.tolist(), strict=True)
-        for place, time_s, correction, outside, host in columns:
+        columns = zip(together, times.tolist(), corrections, shares.tolist(), strict=True)
+        for place, time_s, correction, outside in columns:
             answers.seconds[place] = time_s = time_s * scale * math.exp(correction.log_factor)
-            down, up = interval_ends(self.predictor, jobs[place], correction, (outside, host))
+            _, hfu = one_job.utilisation(jobs[place], self.latency.hardware, time_s)
+            down, up = interval_ends(self.predictor, jobs[place], correction, outside, hfu)
             answers.low_s[place], answers.high_s[place] = time_s * math.exp(-down), time_s * math.exp(up)
         for place in set(index) - set(together):
             found = one_job.predict(jobs[place], self.asked)
@@ -209,7 +209,7 @@ class _Group(NamedTuple):
         factors = (scale * math.exp(correction.log_factor) for correction in corrections)
         times = zip(self.times(asked, intervals=False)[0].tolist(), factors, strict=True)
         seconds = {place: time_s * factor for place, (time_s, factor) in zip(own, times, strict=True)}
-        shares: dict[int, Callable[[], tuple[float, float]]] = {}
+        shares: dict[int, Callable[[], float]] = {}
         for at in range(0, len(own), SHARED):
             some = own[at : at + SHARED]
             together = _Together(self, [jobs[place] for place in some])
@@ -237,23 +237,16 @@ class _Group(NamedTuple):
         return calibration.of_jobs(jobs, [job.framework for job in jobs]), calibration.scale
 
     def times(self, jobs: list[Job], *, intervals: bool) -> tuple[Floats, Floats]:
-        """Seconds before calibration, shape ``(n,)``; and the shares of each outside the measured range, and decided by
-        the host, 0 to 1, shape ``(2, n)``.
-        """
+        """Seconds before calibration, and the share of each outside the measured range, 0 to 1; shape ``(n,)``."""
         latency = self.latency
         if not intervals or not isinstance(latency, LearnedLatency):
-            return simulate_many(jobs, latency)[0], np.zeros((2, len(jobs)))
+            return simulate_many(jobs, latency)[0], np.zeros(len(jobs))
         crowded = bool(latency.outside(())[0])  # more devices of a node compute at once than were measured
-        launches = latency.hardware.has_host
-        seconds, outside, own = simulate_many(
-            jobs,
-            latency,
-            lambda works: [not crowded and bool(reason) for reason in latency.outside(works)[1]],
-            lambda works: [launches] * len(works),
+        seconds, outside = simulate_many(
+            jobs, latency, lambda works: [not crowded and bool(reason) for reason in latency.outside(works)[1]]
         )
         seconds = np.maximum(seconds, 1e-12)
-        shares = np.array([outside / seconds + crowded, launches - own / seconds])  # the host's: what no work takes
-        return seconds, np.clip(shares, 0.0, 1.0)
+        return seconds, np.clip(outside / seconds + crowded, 0.0, 1.0)
 
 
 def _by_latency(jobs: Sequence[Job], predictor: Predictor | str | None) -> list[tuple[list[int], _Group]]:

@@ -62,9 +62,9 @@ class CapturedPrediction:
             works = [work for graph in self.captured.graphs for work in graph.works]
             mixture = bool({work.kind for work in works} & {"all_to_all", "grouped_linear", "permute"})
             fused = any(isinstance(work, Op) and work.family == "attention" for work in works)
-            like = job_class(mixture, False, fused, self.hardware_name, self.captured.world_size)
-            host, public = self.step.breakdown["host"] / self.iteration_time_s, self.predictor.kernel.derives
-            down, up = uncalibrated_ends(self.predictor.intervals, like, (share, host), public=public)
+            like, public = job_class(mixture, fused, self.hardware_name, self.hfu), self.predictor.kernel.derives
+            devices = self.captured.world_size
+            down, up = uncalibrated_ends(self.predictor.intervals, like, share, devices, public=public)
         return self.iteration_time_s * math.exp(-down), self.iteration_time_s * math.exp(up)
 
     @cached_property
@@ -114,7 +114,7 @@ class CapturedPrediction:
     def _knows_memory(self) -> bool:
         return any(rank.peak_bytes for rank in self.captured.ranks)
 
-    @property
+    @cached_property
     def flops(self) -> tuple[float, float]:
         """FLOP that the model needs, and FLOP that are executed: of one rank, mean over the captured ones."""
         done = [compute_flops(rank.graph) for rank in self.captured.ranks]
@@ -125,6 +125,28 @@ class CapturedPrediction:
             flops = sum(work.flops for work in works if isinstance(work, Op) and work.record.bound == "compute")
             needed.append(min(_MODEL_OVER_FORWARD * flops, all_of))
         return float(np.mean(needed)), float(np.mean(done))
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP utilisation: FLOP that the model needs over those at the peak of the type of most FLOP."""
+        return self.flops[0] / self._at_peak
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOP utilisation: like ``mfu``, with all FLOP that are executed."""
+        return self.flops[1] / self._at_peak
+
+    @cached_property
+    def _at_peak(self) -> float:
+        """FLOP that a device does at its peak in the step's time."""
+        hardware, flops = self.latency.hardware, dict[str, float]()  # by dtype
+        for graph in self.captured.graphs:
+            counts = np.bincount(graph.columns["work"][graph.columns["work"] >= 0], minlength=len(graph.works)).tolist()
+            for work, count in zip(graph.works, counts, strict=True):
+                if isinstance(work, Op):
+                    flops[work.dtype] = flops.get(work.dtype, 0.0) + count * work.flops
+        dtype = max(flops, key=flops.__getitem__, default="bf16")
+        return hardware.peak_flops.get(dtype, max(hardware.peak_flops.values())) * max(self.iteration_time_s, 1e-12)
 
     @property
     def memory(self) -> dict[str, Any]:
@@ -143,16 +165,6 @@ class CapturedPrediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, with the keys of ``Prediction.to_dict``; unknown values of a script are null."""
-        needed, done = self.flops
-        hardware = self.latency.hardware
-        flops: dict[str, float] = {}  # by dtype: that of most counts
-        for graph in self.captured.graphs:
-            counts = np.bincount(graph.columns["work"][graph.columns["work"] >= 0], minlength=len(graph.works)).tolist()
-            for work, count in zip(graph.works, counts, strict=True):
-                if isinstance(work, Op):
-                    flops[work.dtype] = flops.get(work.dtype, 0.0) + count * work.flops
-        dtype = max(flops, key=flops.__getitem__, default="bf16")
-        peak = hardware.peak_flops.get(dtype, max(hardware.peak_flops.values())) * self.iteration_time_s
         unsupported, share = self.unsupported
         return {
             "job": self.captured.script,
@@ -166,8 +178,8 @@ class CapturedPrediction:
             "memory": self.memory,
             "num_micro_batches": None,
             "tokens_per_s": None,
-            "mfu": needed / peak if peak else 0.0,
-            "hfu": done / peak if peak else 0.0,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
             "warnings": list(self.warnings),
             "unsupported": list(unsupported),
             "unsupported_share": share,

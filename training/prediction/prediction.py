@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.base.errors import JobError, StepsightError
-from stepsight.dataset.hardware.hardware import find_hardware, unknown_hardware
+from stepsight.dataset.hardware.hardware import Hardware, find_hardware, unknown_hardware
 from stepsight.dataset.job.job import Job, JobLike
 from stepsight.simulator.durations import latency_model
 from stepsight.simulator.iteration.simulate import Simulation, exchange_facts, simulate
 from stepsight.simulator.iteration.simulate_many import Sensitivity, explain
 from stepsight.simulator.iteration.timeline import timeline, timeline_json
 from stepsight.simulator.memory import Memory, estimate_memory
-from stepsight.simulator.programs.lower import iteration_flops
+from stepsight.simulator.programs.lower import iteration_flops, lower
 from stepsight.training.corrections.calibration import Calibration, JobCorrection
 from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE, interval_text, seconds_text
 from stepsight.training.corrections.residual import JobFeatures, NearRuns
@@ -54,8 +54,8 @@ class Prediction:
     simulated: Simulation | None = None  # the iteration, if it is at hand
     predictor: Predictor | None = None  # that answered; None: hardware facts
     software: str = ""  # the framework that is said to run the job
-    # computes ``unsupported_share`` and ``host_share``, where jobs were predicted together
-    share: Callable[[], tuple[float, float]] | None = field(default=None, compare=False)
+    # computes ``unsupported_share``, where jobs were predicted together
+    share: Callable[[], float] | None = field(default=None, compare=False)
     # durations from elsewhere, which answered
     given: latency_model.GivenLatency | None = field(default=None, compare=False)
     change: SoftwareChange | None = None  # drift since the software that the job states, if another one was asked about
@@ -122,8 +122,8 @@ class Prediction:
         """
         if not isinstance(without, str):
             raise StepsightError(f"without must be the name of a source, got {without!r:.80}: the coverage is 90 %")
-        shares = self.unsupported_share, self.host_share
-        down, up = interval_ends(self.predictor, self.job, self._correction, shares, without=without, judged=judged)
+        told = self.predictor, self.job, self._correction, self.unsupported_share, self.hfu
+        down, up = interval_ends(*told, without=without, judged=judged)
         down, up = (math.hypot(end, self.change.doubt_log if self.change else 0.0) for end in (down, up))
         low, high = self.iteration_time_s * math.exp(-down), self.iteration_time_s * math.exp(up)
         if self.uninterleaved is None:
@@ -139,14 +139,7 @@ class Prediction:
     @property
     def unsupported_share(self) -> float:
         """Share of the critical path, 0 to 1, outside the measured range; 0 without a predictor."""
-        return self._outside[1] if self.share is None else self.share()[0]
-
-    @property
-    def host_share(self) -> float:
-        """Share of the critical path, 0 to 1, that the host's launches decide; 0 without a predictor."""
-        if self.share is not None:
-            return self.share()[1]
-        return 0.0 if self.predictor is None else self.simulation.launches_share
+        return self._outside[1] if self.share is None else self.share()
 
     @property
     def extrapolated(self) -> bool:
@@ -190,31 +183,24 @@ class Prediction:
         """Tokens per second of the whole cluster."""
         return self.job.tokens / self.iteration_time_s
 
-    @cached_property
+    @property
     def mfu(self) -> float:
         """Model FLOP utilisation, 0 to 1: FLOP that the model needs over those at the devices' peak."""
-        return self._utilisation(0)
+        return self._utilisation[0]
 
-    @cached_property
+    @property
     def hfu(self) -> float:
         """Hardware FLOP utilisation, 0 to 1: like ``mfu``, with recomputed FLOP."""
-        return self._utilisation(1)
+        return self._utilisation[1]
 
-    def _utilisation(self, which: int) -> float:
-        flops = iteration_flops(self.simulation.lowered)[which] / self.job.parallel.pp  # of a rank, mean over stages
-        return flops / (self.iteration_time_s * self.peak_flops)
+    @cached_property
+    def _utilisation(self) -> tuple[float, float]:
+        return utilisation(self.job, self.latency.hardware, self.iteration_time_s)
 
     @property
     def peak_flops(self) -> float:
         """FLOP/s of one device, mean over all, in the job's precision: the reference of utilisation."""
-        cluster, dtype = self.job.cluster, self.job.batch.dtype
-        own = self.simulation.hardware.flops_per_s(dtype)
-        more = 0.0
-        for other in cluster.mixed:
-            hardware = find_hardware(other.hardware)
-            assert hardware is not None, other.hardware  # of the simulation that was requested
-            more += len(other.nodes) * (hardware.flops_per_s(dtype) - own)
-        return own + more / cluster.nodes
+        return peak_flops(self.job, self.latency.hardware)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -361,6 +347,27 @@ class Prediction:
         title = f"{self.job.name}: {seconds_text(whole)} ({interval_text(self.low_s, self.high_s)})"
         axes.set_title(title, fontsize="medium")
         return axes
+
+
+def peak_flops(job: Job, hardware: Hardware) -> float:
+    """FLOP/s of one device of a job on ``hardware``, mean over all where nodes are mixed, in the job's precision."""
+    cluster, dtype = job.cluster, job.batch.dtype
+    own = hardware.flops_per_s(dtype)
+    more = 0.0
+    for other in cluster.mixed:
+        facts = find_hardware(other.hardware)
+        assert facts is not None, other.hardware  # of a job that was lowered
+        more += len(other.nodes) * (facts.flops_per_s(dtype) - own)
+    return own + more / cluster.nodes
+
+
+def utilisation(job: Job, hardware: Hardware, seconds: float) -> tuple[float, float]:
+    """Utilisation of the peak by a job's iteration of some seconds, 0 to 1: with the FLOP that the model needs, and
+    with those that are executed.
+    """
+    needed, done = iteration_flops(lower(job, hardware))  # of a rank of each stage
+    at_peak = seconds * peak_flops(job, hardware) * job.parallel.pp
+    return needed / at_peak, done / at_peak
 
 
 def predict(

@@ -53,20 +53,21 @@ def interval_ends(
     predictor: Predictor | None,
     job: Job,
     correction: JobCorrection,
-    shares: tuple[float, float],
+    outside: float,
+    hfu: float,
     *,
     without: str = "",
     judged: bool = False,
 ) -> tuple[float, float]:
     """How far a prediction interval reaches below and above the time, in log-seconds; see ``Prediction.interval``.
 
-    ``correction``: of the job by the predictor's calibration.  ``shares``: of the time, outside the measured range and
-    decided by the host.
+    ``correction``: of the job by the predictor's calibration.  ``outside``: share of the time outside the measured
+    range.  ``hfu``: hardware FLOP utilisation of the prediction.
     """
     if predictor is None:
         return intervals.Intervals().half_width_log, intervals.Intervals().half_width_log
-    ends = intervals.uncalibrated_ends(
-        predictor.intervals, intervals.class_of(job), shares, public=predictor.kernel.derives, without=without
-    )
+    like, devices = intervals.class_of(job, hfu), job.cluster.num_devices
+    public = predictor.kernel.derives
+    ends = intervals.uncalibrated_ends(predictor.intervals, like, outside, devices, public=public, without=without)
     down, up = (predictor.calibration.half_width_log(correction, end, judged=judged) for end in ends)
     return down, up
