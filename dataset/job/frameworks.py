@@ -69,6 +69,7 @@ class Framework:
     gradients: str = "model"  # as gradient_dtype of ParallelSpec, never empty
     reduce_scatter: bool = True
     zero_by_rank: bool = False
+    context_parallel: str = "ring"
     runtime: str = ""
     p2p: str = "full"  # the activation that a rank passes to the next stage; scattered: a part, which is gathered there
     overlap_tp: str = ""

@@ -220,7 +220,7 @@ def _attention(rules: Rules, job: JobTables) -> None:
         ),
         (
             m.fused_attention or p.cp == 1 or p.context_parallel == "all_gather",
-            f"context_parallel 'ring' needs fused_attention, got fused_attention false with cp {p.cp}",
+            f"context_parallel {p.context_parallel!r} needs fused_attention, got fused_attention false with cp {p.cp}",
         ),
         (
             not p.offload_activations or p.recompute == "none",

@@ -33,7 +33,8 @@ class ParallelSpec:
         sequence_parallel: Whether norms and residuals hold ``1 / tp`` of the tokens on each tensor-parallel rank.
         vocab_parallel: Whether embedding, logits and loss are split over the tensor-parallel ranks.
         expert_tp: Tensor-parallel degree of experts; 0: ``tp``.
-        context_parallel: ``ring`` (keys and values travel beside the computation) or ``all_gather``.
+        context_parallel: ``ring`` (keys and values travel beside the computation), ``all_gather``, or ``torch`` (the
+            ring of compiled PyTorch, which gathers them first and waits for each message).
         zero_stage: 0: gradients are all-reduced; 1: the optimizer is sharded; 2: gradients too; 3: parameters too
             (FSDP).
         dp_shard: Replicas over which ``zero_stage`` shards; 0: all; fewer: hybrid sharding (HSDP).
@@ -168,7 +169,7 @@ CHOICES: Mapping[str, Collection[Any]] = MappingProxyType(
         "parallel.recompute_modules": RECOMPUTE_MODULES,
         "parallel.dispatcher": DISPATCHERS,
         "parallel.zero_stage": (0, 1, 2, 3),
-        "parallel.context_parallel": ("ring", "all_gather"),
+        "parallel.context_parallel": ("ring", "all_gather", "torch"),
         "parallel.runtime": ("", *RUNTIMES),
         "batch.precision": PRECISIONS,
         "batch.fp8_scaling": ("delayed", "current", "dynamic", "rowwise", "mxfp8"),

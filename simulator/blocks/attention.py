@@ -8,6 +8,9 @@ of the other ranks' keys costs half of a square.  Backward sends keys and values
 gradients, which are home after the last step; so does Transformer Engine.
 ``all_gather`` (Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2): keys and values are fetched before the
 attention, again before its backward, and their gradients are reduce-scattered.
+``torch``: the ring of torch.distributed.tensor.experimental._attention (PyTorch 2.6, December 2024) in compiled graphs.
+Keys and values have all heads of the queries and are gathered at once (the default rotation); what the steps find is
+merged in fp32, gradients are summed and go round in fp32, and a graph waits for each message where it starts it.
 
 Attention as separate kernels that keep the matrix of scores.
 
@@ -43,6 +46,7 @@ from stepsight.simulator.blocks.layer_parts import (
 from stepsight.simulator.blocks.step import Block, Comm, Item, Join, RankShape, Saved, Step, in_module
 
 _GENERATIONS = {"flash-1": "flash1_", "flash-2": "flash2_"}  # plain ``attention`` means the last one
+_KINDS = "attention", "attention_backward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,22 @@ def ring(shape: RankShape, heads: Heads) -> Passes:
     return tuple(forward), tuple(backward)
 
 
+def torch_ring(shape: RankShape, heads: Heads) -> Passes:
+    """The steps of a ring without messages beside them."""
+    repeats, heads = heads.heads > heads.kv_heads, replace(heads, kv_heads=heads.heads)
+    size, near, numel = shape.cp.size, 2 if shape.cp.per_node == shape.cp.size else 1, heads.kv_numel(shape)
+    own, other = (heads.q_len, heads.kv_len), (heads.q_len, heads.kv_len // 2 if heads.causal else heads.kv_len)
+    first, first_back = (heads.kernel(shape, kind, *own, causal=heads.causal) for kind in _KINDS)
+    later, later_back = (heads.kernel(shape, kind, *other, causal=False) for kind in _KINDS)
+    merge = shape.main_op("add", heads.out_numel(shape))
+    sums = shape.main_op("add", heads.q_numel(shape)), shape.main_op("add", numel)
+    home = Comm(Collective("send_recv", numel * shape.main_bytes, 2, near), "cp")
+    gather = gathers(shape, heads)[0]
+    forward = ((shape.op("copy", numel),) if repeats else ()) + (gather, first, *((later, merge) * (size - 1)))
+    backward = (gather, first_back, *sums, home, *((later_back, *sums, home) * (size - 1)))
+    return forward, backward + ((shape.op("reduce", numel),) if repeats else ())
+
+
 def all_gather(shape: RankShape, heads: Heads) -> Passes:
     """Attention of the rank's queries to all keys and values."""
     gather, scatter = gathers(shape, heads)
@@ -125,8 +145,8 @@ def all_gather(shape: RankShape, heads: Heads) -> Passes:
 
 def whole(shape: RankShape, heads: Heads) -> Passes:
     """One kernel for all queries of the rank."""
-    kinds, sizes = ("attention", "attention_backward"), (heads.q_len, heads.kv_len * shape.cp.size)
-    forward, backward = (heads.kernel(shape, kind, *sizes, causal=heads.causal) for kind in kinds)
+    sizes = heads.q_len, heads.kv_len * shape.cp.size
+    forward, backward = (heads.kernel(shape, kind, *sizes, causal=heads.causal) for kind in _KINDS)
     return (forward,), (backward,)
 
 
@@ -237,7 +257,7 @@ def core(shape: RankShape, heads: Heads, *, made_by: str = "") -> Block:
         forward, backward = ring(shape, heads)
         temporary = 2 * heads.kv_numel(shape) * shape.dtype_bytes  # what arrives meanwhile, with gradients
     else:
-        forward, backward = all_gather(shape, heads)
+        forward, backward = (torch_ring if shape.context_parallel == "torch" else all_gather)(shape, heads)
         temporary = 2 * heads.kv_numel(shape) * shape.cp.size * shape.dtype_bytes  # what is gathered, with gradients
     numel, size = heads.q_numel(shape) + heads.kv_numel(shape), shape.dtype_bytes
     if shape.kernels.fp8_attention:

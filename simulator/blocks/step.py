@@ -190,7 +190,7 @@ class RankShape:
     expert_tp: int = 1  # tensor-parallel degree of the experts (1 or that of tp)
     sequence_parallel: bool = False  # whether norms and residuals hold 1 / tp of the rows
     vocab_parallel: bool = True  # whether the vocabulary is shared by tp
-    context_parallel: str = "ring"  # ring or all_gather
+    context_parallel: str = "ring"  # as in ParallelSpec
     offload_share: float = 0.0  # part of what is kept that moves to the host and back
     scatter_p2p: bool = False  # whether ranks pass on their parts of activations, gathered where they arrive
     overlap_tp: str = ""  # as in ParallelSpec

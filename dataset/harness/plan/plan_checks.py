@@ -280,11 +280,10 @@ def job_problems(job: Any, *, boxed: bool = False) -> list[str]:
     if wrong := [text for key, value in degrees for text in number_problems(f"parallel.{key}", value, 1)]:
         return [*rules, *wrong]
     _check_experts(rules, job, boxed)
+    how, known = parallel.get("context_parallel", "ring"), ["all_gather"] if boxed else ["all_gather", "ring"]
+    rules.require(cp == 1 or how in known, f"{who} has context_parallel = {' or '.join(known)}, got {how!r:.80}")
     if not boxed:
         _check_computed(rules, job, count)
-    else:
-        ring = cp > 1 and parallel.get("context_parallel", "ring") == "ring"
-        rules.require(not ring, 'in a box keys and values do not go round: context_parallel = "all_gather", got "ring"')
     for table, only in limits["only"].items():
         for key, wanted in only.items():
             value = job.get(table, {}).get(key, wanted)

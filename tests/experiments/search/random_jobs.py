@@ -54,7 +54,7 @@ def _tables(random: Random, most_nodes: int) -> dict[str, Any]:
         "prefetch": random.choice([0, 1, 2]),
         "overlap_tp": random.choice(["", "", "backward", "split"]),
         "scatter_p2p": random.random() < 0.3,
-        "context_parallel": random.choice(["ring", "all_gather"]),
+        "context_parallel": random.choice(["ring", "all_gather", "torch"]),
         "gradient_dtype": random.choice(["", "model", "fp32"]),
         "runtime": random.choice(["", "", "torch"]),
         "vocab_parallel": random.random() < 0.8,

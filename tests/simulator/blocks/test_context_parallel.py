@@ -7,7 +7,7 @@ from tests.simulator.blocks.shapes import collectives, flops, items, small_shape
 ATTENTION = ("attention", "attention_backward", "mla_attention", "mla_attention_backward")
 
 
-@pytest.mark.parametrize("how", ["ring", "all_gather"])
+@pytest.mark.parametrize("how", ["ring", "all_gather", "torch"])
 @pytest.mark.parametrize("cp", [2, 4, 8])
 def test_a_rank_does_its_share_of_the_flop(how: str, cp: int) -> None:
     """With and without a causal mask: attention and matrix products of one rank times cp are those of all."""
@@ -48,7 +48,18 @@ def test_all_gather_fetches_everything_twice_and_scatters_gradients() -> None:
     assert collectives(block, "cp", backward=True) == [gather, scatter]
 
 
-@pytest.mark.parametrize("how", ["ring", "all_gather"])
+def test_compiled_pytorch_gathers_all_heads_and_waits_for_gradients_of_each_step_in_fp32() -> None:
+    """Keys and values of two heads are repeated for four; gradients are home after as many messages as ranks."""
+    model = {"heads": 4, "kv_heads": 2}
+    block = family.decoder_layer(small_shape("llama", cp=4, model=model, context_parallel="torch", precision="bf16"))
+    own = 2 * 8 * 2 * 4 * 16  # micro-batch, tokens, keys and values, heads, their size
+    gather, home = Collective("all_gather", 4 * own * 2, 4, 4), Collective("send_recv", own * 4, 2, 2)
+    assert collectives(block, "cp", backward=False) == [gather]
+    assert collectives(block, "cp", backward=True) == [gather, *[home] * 4]
+    assert "copy all_gather attention attention add attention add attention add linear" in words(block)
+
+
+@pytest.mark.parametrize("how", ["ring", "all_gather", "torch"])
 def test_what_is_kept_is_the_ranks_own_part(how: str) -> None:
     block, alone = family.decoder_layer(small_shape(cp=4, context_parallel=how)), family.decoder_layer(small_shape())
     assert 4 * sum(step.saved_bytes for step in block) == sum(step.saved_bytes for step in alone)

@@ -143,7 +143,7 @@ def test_a_slow_rank_has_a_pace_of_its_own() -> None:
     [
         ({"zero_stage": 1}, r"zero_stage 0 \(DDP\) or 3 \(FSDP2\), got 1"),
         ({"recompute": "full"}, "recompute none, got 'full'"),
-        ({"cp": 2}, r"do not go round: context_parallel = \"all_gather\", got \"ring\""),
+        ({"cp": 2}, r"has context_parallel = all_gather, got 'ring'"),
         ({"overlap_grad_reduce": False}, r"a box runs parallel\.overlap_grad_reduce = True, got False"),
         ({"pp": 4, "batches": 2}, "as many micro-batches as stages, got 2 < 4"),
         ({"pp": 4, "model": {"tied_embeddings": True}}, "ties embeddings only within one stage"),
