@@ -32,7 +32,7 @@ from stepsight.experiments.evaluation.row_jobs import jobs_of
 from stepsight.experiments.evaluation.runs_table import Row, read_runs_table
 from stepsight.training.corrections import intervals, residual
 from stepsight.training.corrections.calibration import MOST_WIDTH
-from stepsight.training.corrections.intervals import PublishedError, Widths, class_of, conformal_quantile
+from stepsight.training.corrections.intervals import JobClass, Widths, class_of, conformal_quantile
 from stepsight.training.corrections.residual import JobFeatures, PublishedRun, PublishedRuns, block_of
 from stepsight.training.prediction.prediction import PHYSICS, predict
 from stepsight.training.predictor.predictor import Predictor
@@ -96,11 +96,11 @@ def learn(rows: Sequence[Row]) -> dict[str, dict[str, ChipPower]]:
 
 def widths_of(scored: Sequence[Scored]) -> Widths:
     """Errors of every row whose hardware has a shipped predictor."""
-    sources: dict[str, list[PublishedError]] = defaultdict(list)
+    sources: dict[str, list[tuple[JobClass, float]]] = defaultdict(list)
     for row in scored:
         if catalogue.shipped_predictor(row.job.cluster.hardware) is not None:
-            error = math.log(row.measured_s / row.predicted_s)
-            sources[row.row.source].append(PublishedError(row.digest, class_of(row.job, row.hfu), error))
+            like = class_of(row.job, row.hfu)
+            sources[row.row.source].append((like, math.log(row.measured_s / row.predicted_s)))
     return Widths({name: tuple(rows) for name, rows in sources.items()})
 
 

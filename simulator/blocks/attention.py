@@ -94,45 +94,47 @@ Passes = tuple[tuple[Item, ...], tuple[Item, ...]]  # forward, backward
 
 def ring(shape: RankShape, heads: Heads) -> Passes:
     """Attention in one step per rank of the group; the first step uses the rank's own part."""
-    size, near = shape.cp.size, 2 if shape.cp.per_node == shape.cp.size else 1
-    kv_numel = heads.kv_numel(shape)
-
-    def message(times: int) -> Comm:
-        num_bytes = times * kv_numel * shape.dtype_bytes
-        return Comm(Collective("send_recv", num_bytes, 2, near), "cp", beside=True)
-
-    def piece(kind: str, own: bool) -> Op:
-        if own or not heads.causal:
-            return heads.kernel(shape, kind, heads.q_len, heads.kv_len, causal=heads.causal)
-        return heads.kernel(shape, kind, heads.q_len, heads.kv_len // 2, causal=False)
-
+    size, kv_numel = shape.cp.size, heads.kv_numel(shape)
+    (own, other), (own_back, other_back) = (ring_kernels(shape, heads, kind) for kind in _KINDS)
     merge = (shape.op("add", heads.out_numel(shape)), shape.main_op("elementwise", heads.rows(shape)))
+    message = ring_message(shape, kv_numel * shape.dtype_bytes, beside=True)
+    both = ring_message(shape, 2 * kv_numel * shape.dtype_bytes, beside=True)
     forward: list[Item] = []
     backward: list[Item] = []
     for step in range(size):
         first, last = step == 0, step == size - 1
-        forward += [] if last else [message(1)]
-        forward += [piece("attention", first), *(() if first else merge)]
+        forward += [] if last else [message]
+        forward += [own if first else other, *(() if first else merge)]
         forward += [] if last else [Join("cp")]
         # Keys and values travel in all but the last step, their gradients in all but the first.
-        backward += [message((not last) + (not first)), piece("attention_backward", last), Join("cp")]
+        backward += [message if first or last else both, own_back if last else other_back, Join("cp")]
         backward += [] if first else [shape.op("add", kv_numel)]
     return tuple(forward), tuple(backward)
+
+
+def ring_kernels(shape: RankShape, heads: Heads, kind: str) -> tuple[Op, Op]:
+    """The kernels of the rank's queries with its own keys, and with those of another rank."""
+    length, other = heads.q_len, heads.kv_len // 2 if heads.causal else heads.kv_len
+    own = heads.kernel(shape, kind, length, heads.kv_len, causal=heads.causal)
+    return own, heads.kernel(shape, kind, length, other, causal=False)
+
+
+def ring_message(shape: RankShape, num_bytes: int, *, beside: bool) -> Comm:
+    """A message to the next rank, over the slowest hop."""
+    near = 2 if shape.cp.per_node == shape.cp.size else 1
+    return Comm(Collective("send_recv", num_bytes, 2, near), "cp", beside=beside)
 
 
 def torch_ring(shape: RankShape, heads: Heads) -> Passes:
     """The steps of a ring without messages beside them."""
     repeats, heads = heads.heads > heads.kv_heads, replace(heads, kv_heads=heads.heads)
-    size, near, numel = shape.cp.size, 2 if shape.cp.per_node == shape.cp.size else 1, heads.kv_numel(shape)
-    own, other = (heads.q_len, heads.kv_len), (heads.q_len, heads.kv_len // 2 if heads.causal else heads.kv_len)
-    first, first_back = (heads.kernel(shape, kind, *own, causal=heads.causal) for kind in _KINDS)
-    later, later_back = (heads.kernel(shape, kind, *other, causal=False) for kind in _KINDS)
-    merge = shape.main_op("add", heads.out_numel(shape))
+    others, numel = shape.cp.size - 1, heads.kv_numel(shape)
+    (own, other), (own_back, other_back) = (ring_kernels(shape, heads, kind) for kind in _KINDS)
+    merge, gather = shape.main_op("add", heads.out_numel(shape)), gathers(shape, heads)[0]
     sums = shape.main_op("add", heads.q_numel(shape)), shape.main_op("add", numel)
-    home = Comm(Collective("send_recv", numel * shape.main_bytes, 2, near), "cp")
-    gather = gathers(shape, heads)[0]
-    forward = ((shape.op("copy", numel),) if repeats else ()) + (gather, first, *((later, merge) * (size - 1)))
-    backward = (gather, first_back, *sums, home, *((later_back, *sums, home) * (size - 1)))
+    home = ring_message(shape, numel * shape.main_bytes, beside=False)
+    forward = ((shape.op("copy", numel),) if repeats else ()) + (gather, own, *((other, merge) * others))
+    backward = (gather, own_back, *sums, home, *((other_back, *sums, home) * others))
     return forward, backward + ((shape.op("reduce", numel),) if repeats else ())
 
 

@@ -64,7 +64,7 @@ def can_simulate_many(job: Job, latency: LatencyModel) -> bool:
 
 
 def simulate_many(
-    jobs: Sequence[Job], latency: LatencyModel, *parts: Callable[[Sequence[Work]], Sequence[bool]]
+    jobs: Sequence[Job], latency: LatencyModel, part: Callable[[Sequence[Work]], Sequence[bool]] | None = None
 ) -> Floats:
     """Simulate one iteration of each job: the same times as ``simulate``, computed together and without explanations.
 
@@ -73,11 +73,11 @@ def simulate_many(
     Args:
         jobs: Which jobs.
         latency: Durations.
-        parts: Each says which of some works belong to a part.
+        part: Says which of some works belong to a part.
 
     Returns:
-        Seconds of an iteration; then for each part the seconds of the critical path that its works take, that is the
-        derivative of the time by their durations, times these; shape ``(1 + len(parts), len(jobs))``.
+        Seconds of an iteration, and of the critical path that the part's works take, that is the derivative of the time
+        by their durations, times these; shape ``(2, len(jobs))``.
     """
     lowered = [lower(job, latency.hardware) for job in jobs]
     # Every op and collective is requested in one list: latency models answer it faster than several short ones.
@@ -89,13 +89,11 @@ def simulate_many(
     asked.update(dict.fromkeys([message for low in works for message in low.messages]))
     timer, every = timer_of(latency), list(asked)
     seconds = timer.work_seconds(every)
-    times = np.zeros((1 + len(parts), len(jobs)))
+    times = np.zeros((2, len(jobs)))
     times[0] = _times(lowered, timer, latency.hardware)
-    for row, part in enumerate(parts, start=1):
-        own = np.flatnonzero(part(every)).tolist()
-        if own:
-            longer = timer.but({every[at]: float(seconds[at]) * (1.0 + STEP) for at in own})
-            times[row] = (_times(lowered, longer, latency.hardware) - times[0]) / STEP
+    if own := np.flatnonzero(part(every)).tolist() if part else ():
+        longer = timer.but({every[at]: float(seconds[at]) * (1.0 + STEP) for at in own})
+        times[1] = (_times(lowered, longer, latency.hardware) - times[0]) / STEP
     return times
 
 

@@ -97,7 +97,7 @@ def jobs(draw: st.DrawFn, *, uneven_cluster: bool = False) -> Job:
                 sequence_parallel=one_of(False, True),
                 vocab_parallel=one_of(True, False),
                 expert_tp=one_of(0, 1),
-                context_parallel=one_of("all_gather", *(("ring", "torch") if model.get("fused_attention", True) else ())),
+                context_parallel=one_of("all_gather", *(["ring", "torch"] * model.get("fused_attention", True))),
                 zero_stage=one_of(0, 1, 2, 3),
                 dp_shard=one_of(0, 2) if dp == 4 else 0,
                 overlap_tp=one_of("", "backward", "split"),

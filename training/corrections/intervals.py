@@ -55,7 +55,8 @@ class Intervals(Saved):
         the number of devices as errors on published runs do, since held-back runs are small.
         """
         half = self.half_width_log + UNSUPPORTED_LOG * min(max(unsupported_share, 0.0), 1.0)
-        return half * _growth(devices) if self.num_runs else half
+        growth = OWN_WEIGHT * max(math.log2(max(devices, 1)) - 3.0, 0.0)  # beyond a node of eight
+        return half * (1.0 + growth) if self.num_runs else half
 
     def __post_init__(self) -> None:
         if not (0 <= self.half_width_log <= MOST_LOG and 0 < self.coverage < 1 and self.num_runs >= 0):
@@ -119,20 +120,6 @@ def class_of(job: Job, hfu: float) -> JobClass:
     return job_class(bool(job.model.experts), job.model.fused_attention, job.hardware_name, hfu)
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedError:
-    """The error of one published run."""
-
-    digest: str  # of its row
-    like: JobClass  # what its job is like
-    error: float  # log(measured / predicted)
-
-
-def _growth(devices: int) -> float:
-    """The growth of errors with the number of devices beyond a node of eight."""
-    return 1.0 + OWN_WEIGHT * max(math.log2(max(devices, 1)) - 3.0, 0.0)
-
-
 def uncalibrated_ends(
     intervals: Intervals, like: JobClass, outside: float, devices: int, *, public: bool, without: str = ""
 ) -> tuple[float, float]:
@@ -150,9 +137,9 @@ def uncalibrated_ends(
 
 @dataclass(frozen=True)
 class Widths:
-    """Errors on published runs, by source."""
+    """What published runs are like, and the error of each, ``log(measured / predicted)``, by source."""
 
-    sources: Mapping[str, tuple[PublishedError, ...]]
+    sources: Mapping[str, tuple[tuple[JobClass, float], ...]]
     _known: Memo[str, tuple[float, float]] = field(
         default_factory=lambda: Memo("intervals: published errors", MOST_KNOWN), init=False, compare=False, repr=False
     )
@@ -174,8 +161,8 @@ class Widths:
     @cached_property
     def _kinds(self) -> dict[tuple[str, str], frozenset[str]]:
         kinds: dict[tuple[str, str], set[str]] = {}
-        for name, row in ((name, row) for name, rows in self.sources.items() for row in rows):
-            kinds.setdefault((row.like.kind[0], row.like.kind[2]), set()).add(name)
+        for name, like in ((name, like) for name, rows in self.sources.items() for like, _ in rows):
+            kinds.setdefault((like.kind[0], like.kind[2]), set()).add(name)
         return {kind: frozenset(names) for kind, names in kinds.items()}
 
     def _scale(self, like: JobClass, without: Collection[str]) -> float:
@@ -186,32 +173,31 @@ class Widths:
     def _quantiles(self, without: str) -> tuple[float, float]:
         """Quantiles of errors over their scale, down and up; ``ROOFLINE_LOG`` if there are none."""
         scores = [
-            row.error / self._scale(row.like, {name, without})
+            error / self._scale(like, {name, without})
             for name, rows in self.sources.items()
-            for row in (rows if name != without else ())
+            for like, error in (rows if name != without else ())
         ]
         down, up = (conformal_quantile([sign * score for score in scores], LEVEL) for sign in (-1.0, 1.0))
         return max(down, 0.0), max(up, 0.0)
 
     def to_dict(self) -> dict[str, Any]:
         rows = {
-            name: [[o.digest, *o.like.kind, round(o.like.excess, 3), round(o.error, 4)] for o in offs]
-            for name, offs in self.sources.items()
+            name: [[*like.kind, round(like.excess, 3), round(error, 4)] for like, error in rows]
+            for name, rows in self.sources.items()
         }
         return {"coverage": COVERAGE, "sources": rows}
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Widths:
-        sources: dict[str, list[PublishedError]] = {name: [] for name in value["sources"]}
-        for name, (digest, a, b, c, *numbers) in ((n, row) for n, rows in value["sources"].items() for row in rows):
+        sources: dict[str, list[tuple[JobClass, float]]] = {name: [] for name in value["sources"]}
+        for name, (a, b, c, *numbers) in ((n, row) for n, rows in value["sources"].items() for row in rows):
             excess, error = map(float, numbers)
             if not abs(error) < MOST_LOG or not LEAST_EXCESS <= excess <= MOST_LOG:
                 raise ValueError(
                     f"an error of {name} must lie within +-{MOST_LOG}, and its excess from {LEAST_EXCESS} to "
                     f"{MOST_LOG}, got {numbers}"
                 )
-            like = JobClass((str(a), str(b), str(c)), excess)
-            sources[name].append(PublishedError(str(digest), like, error))
+            sources[name].append((JobClass((str(a), str(b), str(c)), excess), error))
         return cls({name: tuple(rows) for name, rows in sources.items()})
 
 

@@ -19,7 +19,6 @@ from stepsight.training.corrections.intervals import (
     Intervals,
     JobClass,
     NodeDoubts,
-    PublishedError,
     Widths,
     class_of,
     conformal_quantile,
@@ -37,10 +36,9 @@ JOB = Job.from_file(EXAMPLE)
 LIKE = class_of(JOB, 0.5)
 
 
-def offs(error: float, count: int, like: JobClass = LIKE) -> tuple[PublishedError, ...]:
+def offs(error: float, count: int) -> tuple[tuple[JobClass, float], ...]:
     """Runs as much slower as faster than predicted."""
-    signs = [(-1) ** index for index in range(count)]
-    return tuple(PublishedError(f"{error}-{index}", like, sign * error) for index, sign in enumerate(signs))
+    return tuple((LIKE, (-1) ** index * error) for index in range(count))
 
 
 def test_errors_of_the_own_source_do_not_count() -> None:
@@ -66,18 +64,17 @@ def test_wider_by_what_is_not_at_the_peak_by_kind_and_by_little_evidence() -> No
 
 
 def test_an_interval_reaches_further_where_runs_are_slower_than_predicted() -> None:
-    rows = tuple(replace(row, error=2 * row.error if row.error > 0 else row.error) for row in offs(0.1, 60))
+    rows = tuple((like, max(2 * error, error)) for like, error in offs(0.1, 60))
     down, up = Widths({"a": rows}).ends_of(LIKE)
     assert up == pytest.approx(2 * down)
 
 
 def test_the_preset_is_read_as_it_was_written() -> None:
-    """It names its sources and every run by digest, each once."""
     widths = published_widths()
     assert Widths.from_dict(widths.to_dict()) == widths
     assert len(widths.sources) >= 5
     for rows in widths.sources.values():
-        assert all(len(row.digest) == 16 and abs(row.error) < 2 for row in rows)
+        assert all(like.excess > 0 and abs(error) < 2 for like, error in rows)
 
 
 def test_a_shipped_predictor_is_narrower_than_a_roofline() -> None:
