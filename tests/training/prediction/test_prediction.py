@@ -124,14 +124,14 @@ def _nemo(**parallel: Any) -> Job:
 
 
 def test_silence_about_virtual_stages_is_answered_both_ways() -> None:
-    """Where the framework usually interleaves: as usual; the interval holds one chunk's too, and a warning says so."""
+    """Where the framework usually interleaves: as usual; the interval holds one chunk's time, and a warning says so."""
     open_job, one, usual = _nemo(), _nemo(virtual_stages=1), _nemo(virtual_stages=2)
     assert open_job == usual and open_job.uninterleaved == one and one.uninterleaved is None
     answers = [predict(job) for job in (open_job, one, usual)]
     assert answers[0].iteration_time_s == answers[2].iteration_time_s
-    assert answers[0].low_s == min(answers[1].low_s, answers[2].low_s) < answers[1].low_s
-    assert answers[0].high_s == max(answers[1].high_s, answers[2].high_s)
     other = answers[1].iteration_time_s
+    assert answers[0].low_s == min(answers[2].low_s, other)
+    assert answers[0].high_s == max(answers[2].high_s, other)
     assert "2 is taken" in " ".join(answers[0].warnings) and not answers[1].warnings
     assert answers[0].to_dict()["open"] == {
         "virtual_stages": [2, 1],
