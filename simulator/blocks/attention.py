@@ -133,9 +133,9 @@ def torch_ring(shape: RankShape, heads: Heads) -> Passes:
     merge, gather = shape.main_op("add", heads.out_numel(shape)), gathers(shape, heads)[0]
     sums = shape.main_op("add", heads.q_numel(shape)), shape.main_op("add", numel)
     home = ring_message(shape, numel * shape.main_bytes, beside=False)
-    forward = ((shape.op("copy", numel),) if repeats else ()) + (gather, own, *((other, merge) * others))
-    backward = (gather, own_back, *sums, home, *((other_back, *sums, home) * others))
-    return forward, backward + ((shape.op("reduce", numel),) if repeats else ())
+    repeat, back = ((shape.op("copy", numel),), (shape.op("reduce", numel),)) if repeats else ((), ())
+    steps_back = own_back, *sums, home, *((other_back, *sums, home) * others)
+    return (*repeat, gather, own, *((other, merge) * others)), (gather, *steps_back, *back)
 
 
 def all_gather(shape: RankShape, heads: Heads) -> Passes:
