@@ -126,7 +126,7 @@ def test_no_interval_is_narrower_than_what_judging_runs_were_off_by(tmp_path: Pa
         mine = Predictor.load(tmp_path / "mine")
         scored = [score(row, lambda hardware, own=mine: own) for row in (*rows[1:11], new)]
         *judged, unseen = [math.log(row.high_s / row.low_s) / 2 for row in scored]
-        assert max(judged) < 0.15 and unseen == pytest.approx(max(max(judged), least), abs=0.03)
+        assert max(judged) < 0.18 and unseen == pytest.approx(max(max(judged), least), abs=0.03)
 
 
 def test_rows_left_out_are_counted_by_their_reason(tmp_path: Path) -> None:
