@@ -15,7 +15,7 @@ import numpy as np
 from stepsight.dataset.base.bounded import read_unpacked
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.columns import Flags, Ints
-from stepsight.dataset.graph.program import COLLECTIVE, HOST, WHY_NUMBER, Dependency, Program
+from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.traces.assembly import MICROSECOND
 from stepsight.dataset.traces.event_blocks import parse
 from stepsight.dataset.traces.event_columns import RankEvents
@@ -27,12 +27,15 @@ _LEAST_FOUND = 0.5  # share of a trace's calls that an execution trace of the sa
 
 
 class TensorCall(NamedTuple):
-    """A call of an execution trace: its name, its number, and the storages that it reads and writes."""
+    """A call of an execution trace: its name, its number, the storages that it reads and writes, and those of its
+    outputs that are views of what it reads.
+    """
 
     name: str
     record: int
     reads: tuple[tuple[int, str], ...]
     writes: tuple[tuple[int, str], ...]
+    views: frozenset[tuple[int, str]]
 
 
 def read_execution_trace(path: Path) -> list[TensorCall]:
@@ -59,7 +62,9 @@ def _call(node: dict[str, Any]) -> TensorCall:
     named = (each["value"] for each in node.get("attrs") or [] if each.get("name") == "rf_id")
     name, record = str(node["name"]), node["rf_id"] if node.get("rf_id") is not None else next(named, 0)
     in_place = name.endswith(("_", "_out")) or ".out" in name
-    return TensorCall(name, int(record), _storages(inputs), _storages(outputs) + _storages(inputs[: int(in_place)]))
+    reads, changed = _storages(inputs), _storages(inputs[: int(in_place)])
+    writes = _storages(outputs) + changed
+    return TensorCall(name, int(record), reads, writes, frozenset(writes) & frozenset(reads) - frozenset(changed))
 
 
 def _storages(values: Any) -> tuple[tuple[int, str], ...]:
@@ -102,23 +107,43 @@ def with_tensor_edges(graph: Program, events: RankEvents, parent: Ints, path: Pa
         told += ", and data dependencies are few"
         graph = graph.replace(warnings=(*graph.warnings, told))
     calls_of = np.maximum(graph.columns["call"], _calls_of_collectives(graph, events))
+    home = _calls_around(graph, events, parent, calls_of)
     nodes = np.flatnonzero((calls_of >= 0) & (graph.columns["kind"] != HOST))
     of_nodes = list(zip(calls_of[nodes].tolist(), nodes.tolist(), strict=True))
     last, first = dict(of_nodes), dict(reversed(of_nodes))
     pairs: dict[tuple[int, int], None] = {}
     writer: dict[tuple[int, int, str], int] = {}
-    home = list(range(len(events.ops)))  # the outermost of our annotations around each call; without one, itself
-    ours = np.array([name.startswith(_OURS) for name in events.names], dtype=np.bool_)[events.ops["name"]]
-    for row, up in enumerate(parent.tolist() if ours.any() else ()):
-        if up >= 0 and (ours[up] or home[up] != up):
-            home[row] = home[up]
     for turn, call, inner in rows:
         row = home[inner]
         if row in first:
             before = (writer.get((turn, *storage)) for storage in call.reads)
             pairs |= {(each, first[row]): None for each in before if each is not None and each != last[row]}
-            writer |= {(turn, *storage): last[row] for storage in call.writes}
+            views = call.views if row != inner else ()  # what an op only views within itself
+            writer |= {(turn, *storage): last[row] for storage in call.writes if storage not in views}
     return _with_pairs(graph, list(pairs))
+
+
+def _calls_around(graph: Program, events: RankEvents, parent: Ints, calls_of: Ints) -> list[int]:
+    """The call that stands for each framework call: the outermost of our annotations around it, of a host the first
+    call within an annotated op, which ``calls_of`` then names; without one, itself.
+    """
+    home = np.arange(len(events.ops))
+    if graph.device == "cpu":
+        ops = np.flatnonzero(graph.columns["kind"] == OP)
+        called, thread = (events.ops.start - graph.origin_us) * MICROSECOND, events.ops["thread"]
+        main = thread[calls_of[ops][calls_of[ops] >= 0][:1]]
+        place = np.searchsorted(graph.start_s[ops], called, "right") - 1
+        inside = np.flatnonzero((place >= 0) & np.isin(thread, main))
+        inside = inside[called[inside] < graph.end_s[ops[place[inside]]]]
+        _, begin, which = np.unique(place[inside], return_index=True, return_inverse=True)
+        around = ops[place[inside]]
+        calls_of[around] = home[inside] = np.where(calls_of[around] < 0, inside[begin[which]], calls_of[around])
+        return home.tolist()
+    ours = np.array([name.startswith(_OURS) for name in events.names], dtype=np.bool_)[events.ops["name"]]
+    for row, up in enumerate(parent.tolist() if ours.any() else ()):
+        if up >= 0 and (ours[up] or home[up] != up):
+            home[row] = home[up]
+    return home.tolist()
 
 
 def _calls_of_collectives(graph: Program, events: RankEvents) -> Ints:
