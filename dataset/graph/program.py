@@ -433,5 +433,9 @@ class ProgramBuilder:
         self._edges.extend((before, len(self._nodes) - 1, why) for before in after)
         return len(self._nodes) - 1
 
+    def link(self, before: Iterable[int], node: int) -> None:
+        """Add data edges from earlier nodes to a node."""
+        self._edges.extend((each, node, Dependency.DATA) for each in before)
+
     def build(self) -> Program:
         return Program(self._nodes, self._edges, self._label)

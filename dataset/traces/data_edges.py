@@ -59,12 +59,19 @@ def read_execution_trace(path: Path) -> list[TensorCall]:
 def _call(node: dict[str, Any]) -> TensorCall:
     sides = [node.get(side) for side in ("inputs", "outputs")]  # older schemas list values, newer ones have a table
     inputs, outputs = ((side.get("values") if isinstance(side, dict) else side) or [] for side in sides)
-    named = (each["value"] for each in node.get("attrs") or [] if each.get("name") == "rf_id")
-    name, record = str(node["name"]), node["rf_id"] if node.get("rf_id") is not None else next(named, 0)
-    in_place = name.endswith(("_", "_out")) or ".out" in name
-    reads, changed = _storages(inputs), _storages(inputs[: int(in_place)])
-    writes = _storages(outputs) + changed
-    return TensorCall(name, int(record), reads, writes, frozenset(writes) & frozenset(reads) - frozenset(changed))
+    attributes = {str(each.get("name")): each.get("value") for each in node.get("attrs") or []}
+    name, record = str(node["name"]), node["rf_id"] if node.get("rf_id") is not None else attributes.get("rf_id", 0)
+    words = str(attributes.get("op_schema", "")).partition("(")[2].rpartition(" -> ")[0].split(", ")
+    only = words.index("*") if "*" in words else len(words)  # arguments behind it that change are written alone
+    words = [word for word in words if word != "*"]
+    changed = [at for at, word in enumerate(words) if "!" in word]
+    if not changed and (name.endswith(("_", "_out")) or ".out" in name):
+        changed = [0]
+    alone = [at for at in changed if at >= only or words[at].endswith(" output_tensor")]
+    reads = _storages([value for at, value in enumerate(inputs) if at not in alone])
+    in_place = _storages([inputs[at] for at in changed if at < len(inputs)])
+    writes = _storages(outputs) + in_place
+    return TensorCall(name, int(record), reads, writes, frozenset(writes) & frozenset(reads) - frozenset(in_place))
 
 
 def _storages(values: Any) -> tuple[tuple[int, str], ...]:

@@ -30,7 +30,7 @@ def adapted(shape: RankShape, block: Block, *, lowest: bool = False) -> Block:
         product = next((item for item in step.forward if isinstance(item, Op) and item.kind == "linear"), None)
         rows, n, k = product.dims if product else (0, 0, 0)
         targets = [own for name, own in _widths(shape, step.name, n).items() if name in shape.model.lora_targets]
-        own = _frozen(step)
+        own = replace(_frozen(step), flow=step.flow + "k" * len(targets))
         found.append(replace(own, backward=(), saved=()) if lowest else own)
         alone = not found[-1].saved  # whether the target keeps no input
         for number, width in enumerate(targets):
@@ -96,4 +96,5 @@ def _adapter(shape: RankShape, name: str, sizes: tuple[int, int, int], *, ends: 
         (shape.op("linear_wgrad", *wider.dims), shape.op("linear_wgrad", *thin.dims)),
         (outer * rank, inner * k),
         saved=(*mask, *taken, Saved(rows * rank * size)),
+        flow="sJ",
     )

@@ -30,7 +30,8 @@ def dlrm_embedding(shape: RankShape, shared: bool = False) -> Block:
     indices: Block = ()
     if tables.num_ranks > 1 and tables.lookups:
         indices = (Step("indices", _all_to_all(tables, tables.index_bytes, INDICES, beside=tables.pipelined)),)
-    beside = [replace(step, backward=(), weight_grad=(), parameters=()) for step in _bottom(shape, tables)]
+    beside = [replace(step, backward=(), weight_grad=(), parameters=(), flow=step.flow[1:].upper())
+              for step in _bottom(shape, tables)]  # fmt: skip
     return (
         *indices,
         _lookups(shape, tables),
@@ -43,7 +44,7 @@ def dlrm_embedding(shape: RankShape, shared: bool = False) -> Block:
 def _bottom(shape: RankShape, tables: RankTables) -> Block:
     """What runs beside the exchange of sums: lookups in replicas, and the bottom MLP."""
     first, *others = _mlp(shape, "bottom", shape.model.dense_features, shape.model.bottom_mlp)
-    plain = replace(first, backward=(), weight_grad_first=False)  # numbers of a sample need no gradient
+    plain = replace(first, backward=(), weight_grad_first=False, flow="kn")  # numbers of a sample need no gradient
     return (*_replicated(shape, tables), plain, *others)
 
 
@@ -52,7 +53,7 @@ def dlrm_layer(shape: RankShape, kind: str) -> Block:
     model, rows = shape.model, shape.rows
     if kind == "bottom":
         assert shape.tables is not None, "the rules of a job ask for tables"
-        meet = Step("meet", backward=_joined(shape))
+        meet = Step("meet", backward=_joined(shape), flow="j")
         return (*(replace(step, forward=(), saved=()) for step in _bottom(shape, shape.tables)), meet)
     if kind == "dot":
         vectors, dim = len(model.tables) + 1, model.hidden

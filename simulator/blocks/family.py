@@ -66,6 +66,7 @@ def tokens(shape: RankShape, shared: bool = False, *, again: bool = False) -> Bl
         weight_grad=(shape.op("embedding_backward", rows, hidden, vocab), *join),
         parameters=() if again else (vocab * hidden,),
         replicated=shape.tp.size > 1 and not parallel,
+        flow="x" * again,
     )
     return (table, *(leave(shape) if parallel else ()))
 
@@ -258,9 +259,13 @@ def _cross(shape: RankShape, adds: bool) -> Block:
     model, far = shape.model, encoder_shape(shape)
     heads, kv_heads, size = model.heads // shape.tp.size, model.kv_heads // shape.tp.size, model.head_size
     sizes = Heads(heads, kv_heads, size, size, shape.seq_len, far.seq_len, causal=False)
-    sums: Block = ()  # gradients of the encoder's output are summed
+    sums: Block = (Step("encoder", flow="kn"),)  # gradients of the encoder's output are summed
     if adds:
-        sums = (Step("fork", backward=(shape.op("add", far.local_rows * model.hidden),)),)
+        sums = (
+            *sums,
+            Step("fork", backward=(shape.op("add", far.local_rows * model.hidden),)),
+        )
+    first, *others = core(shape, sizes)
     return (
         norm(shape, "norm2"),
         *enter(shape),
@@ -268,7 +273,8 @@ def _cross(shape: RankShape, adds: bool) -> Block:
         *sums,
         *enter(far),
         replace(column_linear(far, "cross_kv", 2 * kv_heads * size, model.hidden), saved=()),
-        *core(shape, sizes),
+        replace(first, flow="j"),
+        *others,
         row_linear(shape, "cross_out", model.hidden, heads * size),
         *leave(shape),
         residual(shape),
@@ -281,7 +287,7 @@ def t5_embedding(shape: RankShape, shared: bool = False) -> Block:
     for own, name in ((encoder_shape(shape), "encoder_positions"), (shape, "decoder_positions")):
         dims = (_scores(own) // heads, heads, _BUCKETS)
         read, add = shape.op("embedding", *dims), shape.op("embedding_backward", *dims)
-        tables.append(Step(name, (read,), weight_grad=(add,), parameters=(_BUCKETS * heads,)))
+        tables.append(Step(name, (read,), weight_grad=(add,), parameters=(_BUCKETS * heads,), flow="x"))
     return (*tokens(encoder_shape(shape), shared), *tokens(shape, again=True), *tables)
 
 

@@ -194,21 +194,22 @@ def norm(shape: RankShape, name: str, *, fork: bool = True, rows: int = 0, width
         parameters=(width, width) if kind == "layer_norm" else (width,),
         replicated=True,
         saved=(Saved(rows * width * shape.dtype_bytes),),
+        flow="k" * fork,
     )
 
 
-def fork(shape: RankShape, name: str = "fork") -> Step:
+def fork(shape: RankShape, name: str = "fork", *, flow: str = "k") -> Step:
     """An activation with two consumers; the backward adds the two gradients."""
-    return Step(name, backward=(shape.op("add", shape.local_rows * shape.model.hidden),))
+    return Step(name, backward=(shape.op("add", shape.local_rows * shape.model.hidden),), flow=flow)
 
 
 def residual(shape: RankShape) -> Step:
     numel = shape.local_rows * shape.model.hidden
     forward = (shape.op("add", numel),)
     if not shape.model.dropout:
-        return Step("residual", forward)
+        return Step("residual", forward, flow="J")
     backward = (shape.op("dropout_backward", numel),)  # in forward it is fused with the addition (Megatron, 2021)
-    return Step("residual", forward, backward, saved=(Saved(numel),))
+    return Step("residual", forward, backward, saved=(Saved(numel),), flow="J")
 
 
 def enter(shape: RankShape, width: int = 0, *, operand: bool = False) -> tuple[Step, ...]:

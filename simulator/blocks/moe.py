@@ -200,7 +200,9 @@ def experts(shape: RankShape) -> Block:
     shared: Block = ()
     if model.shared_experts:
         inside = layer_parts.mlp(shape, model.shared_experts * model.expert_ffn, "shared_", keeps="norm2")
-        shared = (layer_parts.fork(shape, "shared"), *in_module(inside, "shared_experts"))
+        flow = "js" if shape.ep.size > 1 and shape.dispatcher != "alltoall" else "s"  # from tokens, and back to copies
+        first_of = layer_parts.fork(shape, "shared", flow=flow)
+        shared = (first_of, *in_module(inside, "shared_experts"), Step("shared", flow="s"))
     if shape.ep.size > 1 and shape.dispatcher != "alltoall":
         out: Block = _once_to_each_rank(shape, count, shared)
         first: Block = (_router(shape, count),)
@@ -210,7 +212,7 @@ def experts(shape: RankShape) -> Block:
         copies = (Saved(count.sent * model.hidden * shape.dtype_bytes),)
         back = Step("unpermute", moves[1], _moves(shape, count, "unpermute_backward"), saved=copies)
         out = (*_away_and_back(shape, count, shared), back)
-        first = (_router(shape, count), Step("permute", *moves, saved=(Saved(4 * count.sent),)))
+        first = (_router(shape, count), Step("permute", *moves, saved=(Saved(4 * count.sent),), flow="j"))
     if split:
         own = Step("tp", backward=(shape.tp_comm("all_gather", whole_bytes),))
         gather = Step("tp", (shape.tp_comm("all_gather", whole_bytes),))
@@ -220,7 +222,7 @@ def experts(shape: RankShape) -> Block:
     else:
         block = (*first, *out)
     if shared:
-        block = (*block, Step("shared_add", (shape.op("add", shape.local_rows * model.hidden),)))
+        block = (*block, Step("shared_add", (shape.op("add", shape.local_rows * model.hidden),), flow="J"))
     return block
 
 
@@ -246,6 +248,7 @@ def _router(shape: RankShape, count: Tokens) -> Step:
         (shape.model.experts * hidden,),
         replicated=True,
         saved=(layer_parts.kept(count.routed * hidden * shape.dtype_bytes, "norm2"), Saved(numel * shape.main_bytes)),
+        flow="kk" if shape.model.shared_experts else "k",
     )
 
 
@@ -279,7 +282,7 @@ def _once_to_each_rank(shape: RankShape, count: Tokens, shared: Block) -> Block:
     sort, join = (shape.op("permute", *sizes),), (shape.op("unpermute", *sizes),)
     return (
         *shared,
-        Step("dispatch", here, here),
+        Step("dispatch", here, here, flow="" if shared else "j"),
         Step("permute", sort, join, saved=(Saved(4 * count.computed),)),
         *local_experts(shape, count.computed),
         Step("unpermute", join, sort),
@@ -298,7 +301,7 @@ def _away_and_back(shape: RankShape, count: Tokens, shared: Block) -> Block:
         here = _travels(shape, shape.ep, num_bytes)
         after = (Step("combine", here, here),)
         if shared:  # in backward the same in reverse
-            arrive = Step("dispatch", (Join("ep"),), (beside,))
+            arrive = Step("dispatch", (Join("ep"),), (beside,), flow="n")
             before = (Step("dispatch", (beside,), (Join("ep"),)), *shared, arrive)
         else:
             before = (Step("dispatch", here, here),)

@@ -100,6 +100,7 @@ class Step:
     module: str = ""  # what it is part of, one of RECOMPUTE_MODULES or empty: jobs may name modules to recompute
     # whether full recomputation leaves out its last op, a product, since what it returns is kept
     output_kept: bool = False
+    flow: str = ""  # which tensors its ops read, if not what the step before made: letters of ``programs.data_flow``
     # whether a recomputation that ends with this step leaves out its last op, since the step keeps its inputs alone
     ends_unneeded: bool = False
 
@@ -143,7 +144,7 @@ def recomputed(block: Block, modules: Collection[str]) -> Block:
         made = sum(step.saved_bytes for step in steps[1:]) if module in WHOLE else 0
         if module in WHOLE:
             steps = (steps[0], *(replace(step, saved=()) for step in steps[1:]))
-        found += [*steps, Step(f"{module}.again", backward=tuple(again), temporary_bytes=made)]
+        found += [*steps, Step(f"{module}.again", backward=tuple(again), temporary_bytes=made, flow="(")]
     return tuple(found)
 
 

@@ -5,10 +5,10 @@ When a pass is over, all of its streams are: what runs across blocks (``dp``) is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -18,11 +18,13 @@ from stepsight.dataset.base.caching import HashedTuple, cached, hashed_once
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.blocks.step import Block, Comm, Item, Join, LostTime, OverlappedOp, Step
+from stepsight.simulator.programs.data_flow import backward_flow, forward_flow
 from stepsight.simulator.programs.op_level import STREAMS, Work, dependencies, issue
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "forward", "backward", "input", "weight"
 
 Gradients = HashedTuple[tuple[int, int, bool]]
+Issued = tuple[Item, str, str]  # what is issued, the name of its step, and its letters of ``data_flow``
 
 
 class Columns(NamedTuple):
@@ -44,7 +46,7 @@ def _is_beside(item: Item) -> bool:
 class BlockPass:
     """A program without traffic between replicas, and the positions at which its gradients arrive."""
 
-    items: tuple[tuple[Item, str], ...]  # what is issued, each with the name of its step
+    items: tuple[Issued, ...]
     # of each parameter tensor, in order of arrival: after how many nodes it is there, its elements on this rank, and
     # whether it is an expert's
     gradients: Gradients = Gradients(())  # noqa: RUF009  (it cannot change)
@@ -61,20 +63,20 @@ class BlockPass:
     @cached_property
     def first_step(self) -> int:
         """Items of the first step."""
-        return next((at for at, (_, name) in enumerate(self.items) if name != self.items[0][1]), len(self.items))
+        return next((at for at, (_, name, _) in enumerate(self.items) if name != self.items[0][1]), len(self.items))
 
-    def between(self, first: int, last: int) -> Iterator[tuple[Item, str]]:
+    def between(self, first: int, last: int) -> Iterator[Issued]:
         """Items of nodes ``first`` to ``last`` (exclusive), and joins between them."""
         node = 0
-        for item, name in self.items:
+        for item, name, flow in self.items:
             if first <= node < last or (node == last and isinstance(item, Join) and last == self.num_nodes):
-                yield item, name
+                yield item, name, flow
             node += not isinstance(item, Join)
 
     @cached_property
     def nodes(self) -> tuple[Op | Comm | OverlappedOp | LostTime, ...]:
         """Items that are work: the nodes of ``program``, in its order."""
-        return tuple([item for item, _ in self.items if not isinstance(item, Join)])
+        return tuple([item for item, *_ in self.items if not isinstance(item, Join)])
 
     @cached_property
     def works(self) -> tuple[Work, ...]:
@@ -115,15 +117,22 @@ def _work_of(node: Op | Comm | OverlappedOp | LostTime) -> Work:
 
 def forward_pass(block: Block, casts: str = "") -> BlockPass:
     """Forward of a block; ``casts``: the type that parameters are cast to where they are used, empty: they are not."""
-    return _closed([(item, name) for step in block for item, name in _run_forward(step, step.name, casts)])
+    items: list[Issued] = []
+    _run_forward(items, [(step, step.name) for step in block], casts, "")
+    return _closed(items)
 
 
-def _run_forward(step: Step, name: str, casts: str) -> list[tuple[Item, str]]:
-    """Forward of a step, after the casts of its parameters."""
-    own: list[tuple[Item, str]] = [(item, name) for item in step.forward]
-    if not casts:
-        return own
-    return [*((Op("cast", (numel,), casts), f"{name}.cast") for numel in _by_arrival(step, casts)[::-1]), *own]
+def _run_forward(items: list[Issued], steps: Iterable[tuple[Step, str]], casts: str, before: str) -> str:
+    """Add the forward of some steps with their names, after the casts of their parameters.
+
+    ``before``, and what is returned: letters of ``data_flow`` for the next item.
+    """
+    for step, name in steps:
+        cast = _by_arrival(step, casts)[::-1] if casts else ()
+        items += [(Op("cast", (numel,), casts), f"{name}.cast", "x") for numel in cast]
+        flow, before = forward_flow(step, before)
+        items += zip(step.forward, repeat(name), flow)
+    return before
 
 
 def _by_arrival(step: Step, casts: str) -> tuple[int, ...]:
@@ -151,42 +160,47 @@ def backward_pass(block: Block, spec: BackwardSpec, casts: str = "") -> BlockPas
 
     ``casts``: as in ``forward_pass``; gradients of parameters are cast back.
     """
-    items: list[tuple[Item, str]] = []
+    items: list[Issued] = []
     arrived: list[tuple[int, int, bool]] = []  # of each gradient: items before it, its elements, whether an expert's
     last, again = _needed_again(block, spec) if spec.recompute == "full" and spec.part != WEIGHT else (-1, ())
     cores: dict[int, Block] = {}  # consecutive steps of attention cores, by the identity of the last of them
     if spec.recompute == "selective" and spec.part != WEIGHT:
         runs = [tuple(run) for is_core, run in groupby(block, lambda step: step.attention_core) if is_core]
         cores = {id(run[-1]): run for run in runs}
+    letters = ""
     for place in reversed(range(len(block))):
         step = block[place]
-        for before in again if place == last else ():
-            items += _run_forward(before, f"again.{before.name}", casts)
-        for before in cores.get(id(step), ()):
-            items += [(item, f"{before.name}.again") for item in before.forward]
+        if again and place == last:
+            letters = _run_forward(items, [(s, f"again.{s.name}") for s in again], casts, f"{letters}(") + ")"
+        if core := cores.get(id(step)):
+            letters = _run_forward(items, [(s, f"{s.name}.again") for s in core], "", f"{letters}(") + ")"
         own = {BACKWARD: step.full_backward, INPUT: step.backward, WEIGHT: step.weight_grad}[spec.part]
-        items += [(item, step.name) for item in own]
+        ways, weights = (0 if spec.part == part else len(of) for part, of in
+                         ((WEIGHT, step.backward), (INPUT, step.weight_grad)))  # fmt: skip
+        flow, letters = backward_flow(step, step.backward[:ways], step.weight_grad[:weights], letters)
+        items += zip(own, repeat(step.name), flow)
         for numel in _by_arrival(step, casts) if spec.part != INPUT else ():
+            copied = chain("P" if numel < max(step.parameters) else "p", repeat("q"))
             if casts:
-                items.append((Op("cast", (numel,), casts), f"{step.name}.cast"))
+                items.append((Op("cast", (numel,), casts), f"{step.name}.cast", next(copied)))
             if spec.accumulate:
-                items.append((Op("add", (numel,), spec.dtype), f"{step.name}.accumulate"))
+                items.append((Op("add", (numel,), spec.dtype), f"{step.name}.accumulate", next(copied)))
             if spec.bucket_experts if step.expert else spec.bucket:
-                items.append((Op("copy", (numel,), spec.dtype), f"{step.name}.bucket"))
+                items.append((Op("copy", (numel,), spec.dtype), f"{step.name}.bucket", next(copied) + "c"))
             arrived.append((len(items), numel, step.expert))
-    nodes = [0, *accumulate(int(not isinstance(item, Join)) for item, _ in items)]
+    nodes = [0, *accumulate(int(not isinstance(item, Join)) for item, *_ in items)]
     return _closed(items, [(nodes[at], numel, expert) for at, numel, expert in arrived])
 
 
-def _closed(items: list[tuple[Item, str]], gradients: Sequence[tuple[int, int, bool]] = ()) -> BlockPass:
+def _closed(items: list[Issued], gradients: Sequence[tuple[int, int, bool]] = ()) -> BlockPass:
     """A passage that ends when all of its streams have finished."""
     running: dict[str, None] = {}
-    for item, _ in items:
+    for item, *_ in items:
         if isinstance(item, Comm | OverlappedOp) and _is_beside(item):
             running[item.stream] = None
         elif isinstance(item, Join | Comm):
             running.pop(item.stream, None)
-    return BlockPass((*items, *((Join(stream), "") for stream in running)), Gradients(gradients))
+    return BlockPass((*items, *((Join(stream), "", "") for stream in running)), Gradients(gradients))
 
 
 def _needed_again(block: Block, spec: BackwardSpec) -> tuple[int, Block]:
@@ -201,5 +215,5 @@ def _needed_again(block: Block, spec: BackwardSpec) -> tuple[int, Block]:
 
 
 @cached(8192)
-def items_pass(items: tuple[Item, ...], name: str) -> BlockPass:
-    return BlockPass(tuple((item, name) for item in items))
+def items_pass(items: tuple[Item, ...], name: str, flow: str = "") -> BlockPass:
+    return BlockPass(tuple((item, name, flow) for item in items))

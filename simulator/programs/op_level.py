@@ -18,6 +18,7 @@ from stepsight.dataset.graph.program import Dependency, Program, ProgramBuilder
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.step import Comm, Item, Join, LostTime, OverlappedOp
 from stepsight.simulator.clock.engine import BLOCK, COMPUTE, NUM_CLOCKS, ON_HOST, RUN, SEND, WAIT
+from stepsight.simulator.programs.data_flow import ENTERS, DataFlow
 
 Work = Op | Collective
 STREAMS = ("compute", "tp", "cp", "ep", "offload")  # streams of a pass
@@ -25,7 +26,7 @@ CLOCK_STREAMS = ("compute", "dp", "dp2")
 
 
 class Issue:
-    """Adds work to a program in the order of issue."""
+    """Adds work to a program in the order of issue, with the data edges that its order does not tell."""
 
     def __init__(self, label: str = "", compute_share: float = 0.0) -> None:
         self._builder = ProgramBuilder(label)
@@ -35,26 +36,49 @@ class Issue:
         self._newest: dict[str, int] = {}  # by stream: what runs beside the computation until it is joined
         self._taken: dict[int, tuple[Collective, str]] = {}  # messages sent since the last computation was issued
         self.lost: list[int] = []  # nodes of the computation time lost to these messages
+        self.entering: list[int] = []  # nodes that read what enters the segment
+        self.flow, self._optimizer = DataFlow(), label == "optimizer"
 
     def program(self) -> Program:
         return self._builder.build()
 
-    def add(self, item: Item, name: str) -> None:
+    def _link(self, reads: Sequence[int], node: int) -> None:
+        self.entering += [node] * (ENTERS in reads)
+        self._builder.link([each for each in reads if each != ENTERS], node)
+
+    def add(self, item: Item, name: str, flow: str = "") -> None:
+        """Add an item of a passage; ``flow``: its letters, see ``data_flow``."""
         if isinstance(item, Op):
-            self._compute(item, name)
+            self._reads(self._compute(item, name), name, flow)
         elif isinstance(item, LostTime):
             self._compute(item.work, f"{name} (cores)", item.share)
         elif isinstance(item, Join):
+            self.flow.follow(flow)
             if item.stream in self._newest:
                 self._awaited.append(self._newest.pop(item.stream))
+                if item.stream != "offload":
+                    self.flow.join(self._awaited[-1])
         elif isinstance(item, Comm) and not item.beside:
-            self.block(item.work, item.stream, name)
+            self._reads(self._block(item.work, item.stream, name), name, flow)
         else:
             assert isinstance(item, Comm | OverlappedOp), item
-            self._newest[item.stream] = self._node(item.work, item.stream, name, self._reached())
+            self.flow.follow(flow)
+            self._newest[item.stream] = node = self._node(item.work, item.stream, name, self._reached())
+            self._link(self.flow.newest if isinstance(item, Comm) else (), node)
 
     def block(self, work: Collective, stream: str, name: str) -> int:
-        """A collective that starts when the computation reaches it, and that the computation waits for."""
+        """A collective of replicas that starts when the computation reaches it, and that the computation waits for."""
+        node = self._block(work, stream, name)
+        if self._optimizer:
+            self._reads(node, name, "")
+        else:
+            self._link(self.flow.message(node, name), node)
+        return node
+
+    def _reads(self, node: int, name: str, flow: str) -> None:
+        self._link(self.flow.reads(node, name, flow), node)
+
+    def _block(self, work: Collective, stream: str, name: str) -> int:
         self._last = self._node(work, stream, name, self._reached())
         self._newest.pop(stream, None)
         self._awaited = [self._last]
@@ -75,6 +99,8 @@ class Issue:
         ``early``: it was issued long before, and starts when its stream is free.  ``takes``: False for the host's work.
         """
         index = self._node(work, stream, name, sorted({*([] if early else self._reached()), *after}))
+        if isinstance(work, Collective) and not early:
+            self._link([*after] or self.flow.message(index, name), index)
         if self._share > 0 and takes:
             self._taken[index] = (work, name)
         return index
@@ -104,18 +130,18 @@ class Issue:
         return self._builder.add(work, stream, name, after=after, why=why, share=share)
 
 
-def issue(items: Iterable[tuple[Item, str]]) -> Program:
+def issue(items: Iterable[tuple[Item, str, str]]) -> Program:
     one = Issue()
-    for item, name in items:
-        one.add(item, name)
+    for item, name, flow in items:
+        one.add(item, name, flow)
     return one.program()
 
 
 def dependencies(program: Program) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Dependencies of every node in CSR (pointer, before), with stream order, without duplicates."""
     incoming: list[list[int]] = [[] for _ in program.nodes]
-    for earlier, later, _ in program.all_edges():
-        if earlier not in incoming[later]:
+    for earlier, later, why in program.all_edges():
+        if why is not Dependency.DATA and earlier not in incoming[later]:  # what orders them is listed, too
             incoming[later].append(earlier)
     pointer = np.cumsum([0, *map(len, incoming)], dtype=np.int32)
     return pointer, np.array([need for needs in incoming for need in needs], dtype=np.int32)
@@ -142,7 +168,7 @@ class OpGraph:
 
 def op_graph(works: Sequence[Work], written: Written) -> OpGraph:
     """A segment's program as arrays; ``works``: its distinct signatures."""
-    program, blocking, early, lost = written
+    program, blocking, early, lost = written[:4]
     place = {work: index for index, work in enumerate(works)}
     clocks = {stream: clock for clock, stream in enumerate(CLOCK_STREAMS)}
     streams = {stream: index for index, stream in enumerate(STREAMS)}
@@ -167,19 +193,23 @@ def op_graph(works: Sequence[Work], written: Written) -> OpGraph:
 
 
 class Written(NamedTuple):
-    """A segment at op level; and the nodes that block the computation, are early, or are lost time."""
+    """A segment at op level; and the nodes that block the computation, are early, are lost time, or read what enters
+    the segment; and what it made.
+    """
 
     program: Program
     blocking: list[int]
     early: list[int]
     lost: list[int]
+    entering: list[int]
+    made: DataFlow
 
 
 def write_out(
     out: Issue,
     events: NDArray[np.int32],
     names: Sequence[str],
-    between: Callable[[int, int, int], Iterable[tuple[Item, str]]],
+    between: Callable[[int, int, int], Iterable[tuple[Item, str, str]]],
     sent: Sequence[Collective],
 ) -> Written:
     """Issue the nodes of every event of a segment, with their dependencies.
@@ -194,8 +224,8 @@ def write_out(
             out.take_time()
             for turn in range(times):
                 prefix = name.format(number + turn * step)
-                for item, own in between(what, a, b):
-                    out.add(item, ".".join(filter(None, (prefix, own))))
+                for item, own, flow in between(what, a, b):
+                    out.add(item, ".".join(filter(None, (prefix, own))), flow)
         elif kind == WAIT:
             out.wait(nodes[what])
         elif kind == BLOCK:
@@ -208,4 +238,4 @@ def write_out(
     rows = list(zip(nodes, events[:, 0].tolist(), events[:, 4].tolist(), strict=True))
     blocking = [node for node, kind, _ in rows if kind == BLOCK]
     early = [node for node, kind, soon in rows if kind == SEND and soon == 1]
-    return Written(out.program(), blocking, early, out.lost)
+    return Written(out.program(), blocking, early, out.lost, out.entering, out.flow)

@@ -55,7 +55,7 @@ class Segment:
     @property
     def program(self) -> Program:
         """Everything at op level."""
-        return self._written.program
+        return self.written.program
 
     @cached_property
     def works(self) -> tuple[Work, ...]:
@@ -80,10 +80,11 @@ class Segment:
 
     @cached_property
     def graph(self) -> OpGraph:
-        return op_graph(self.works, self._written)
+        return op_graph(self.works, self.written)
 
     @cached_property
-    def _written(self) -> Written:
+    def written(self) -> Written:
+        """Everything at op level, and what nodes are."""
         out = Issue(self.label, self.compute_share)
         return write_out(out, self.events, self.names, lambda at, *ends: self.passages[at].between(*ends), self.sent)
 

@@ -228,22 +228,22 @@ def _replica_work(
             return group.collective("all_gather", sum(parts[expert]) * DTYPE_BYTES[dtype])
         numel = sum(map(sum, parts))
         if gathers == "copy_out":
-            return items_pass((Op("copy", (numel,), dtype),), gathers)
+            return items_pass((Op("copy", (numel,), dtype),), gathers, "o")
         copy = Op("copy", (sum(-(-sum(part) // size) for part, size in zip(parts, sizes, strict=True)),), dtype)
         if not lists:
             casts = (Op("cast", copy.dims, dtype),) if replicas.gathering.casts else ()
-            return items_pass((*casts, copy), gathers)
+            return items_pass((*casts, copy), gathers, "i")
         whole = Op("fill", (numel,), dtype)  # torch.zeros, into which the chunks arrive
-        return items_pass((whole, _list_calls(parts, sizes, dtype), copy), gathers)
+        return items_pass((whole, _list_calls(parts, sizes, dtype), copy), gathers, "i")
     if what == "grad_lists":  # of every tensor, including those that stay on every rank
         return _list_calls(tensors, sizes, dtype)
     if what == "grad_in":  # copy gradients into the message, in its type
         kind = "copy" if replicas.gradient_bytes == DTYPE_BYTES[dtype] else "cast"
-        return items_pass((Op(kind, (sum(tensors[expert]),), dtype),), "copy_in")
+        return items_pass((Op(kind, (sum(tensors[expert]),), dtype),), "copy_in", "g")
     if what == "add":  # add to the sums of earlier micro-batches, tensor by tensor, in the order of declaration
         shards = replicas.expert_shards if expert else replicas.shards
         ops = tuple([Op("add", (-(-tensor // shards),), main_dtype) for tensor in reversed(tensors[expert])])
-        return items_pass(ops, "accumulate")
+        return items_pass(ops, "accumulate", "x")
     work = bucket_works(replicas, sum(tensors[expert]), expert=expert)[second]
     assert work is not None, what
     return work

@@ -19,6 +19,7 @@ from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.trace_graphs.call_segments import UnmeasuredRun, call_segments
 from stepsight.simulator.clock.engine import COMPUTE
 from stepsight.simulator.memory import estimate_memory
+from stepsight.simulator.programs.data_flow import ENTERS, kept_activations
 from stepsight.simulator.programs.lower import Lowered, lower
 from stepsight.simulator.programs.segment import Segment
 from stepsight.simulator.programs.sizes import layout_of
@@ -28,6 +29,7 @@ from stepsight.simulator.schedules.order import COMPUTE as COMPUTED
 from stepsight.simulator.schedules.order import POST, RECEIVE
 
 Ints = NDArray[np.int32]
+Pairs = NDArray[np.int64]
 _WAIT = Program([Node(Op("host_calls", (1,), "fp32"), "host", PASS)])
 _HOST_WAIT = _WAIT.replace(works=(), columns={**_WAIT.columns, "kind": np.array([HOST]), "work": np.array([-1])})
 
@@ -102,6 +104,12 @@ class _Stage:
         self._posted: dict[int, int] = {}  # node of each message
         self._newest: dict[str, int] = {}  # node on each stream, those of messages left out
         self._reached: list[int] = []  # nodes that the next pass waits for
+        self._data: list[Pairs] = []  # (e, 2) each: who made what a node reads, across passes and messages
+        self._arrived: list[int] = []  # messages that the next pass reads
+        self._leaving: list[int] = []  # nodes that made what the next message sends
+        self._gradients: dict[int, list[int]] = {}  # nodes that made gradients of parameters, by part
+        self._kept: dict[tuple[int, int], Pairs] = {}  # by segments: activations that one keeps for the other
+        self._forward: dict[tuple[int, int], tuple[int, Segment]] = {}  # by micro-batch and part: first node of a pass
 
     def program(self) -> Program:
         """All passes and messages, and the optimizer."""
@@ -113,13 +121,21 @@ class _Stage:
             if op == COMPUTED:
                 segment = low.segments[int(low.segment[item])]
                 phase = PHASES.index("forward" if segment.label == "forward" else "backward")
-                self._pass(segment, phase)
+                key = int(low.track.micro_batch[item]), int(low.track.part[item])
+                if segment.label == "forward":
+                    self._forward[key] = len(self._phases) + (low.num_stages > 1), segment
+                self._pass(segment, phase, self._forward.get(key) if segment.label != "forward" else None, key[1])
             elif op == POST:
                 self._post(item, phase, arrives=side == RECEIVE)
             else:
                 self._reached.append(self._posted[item])
+                if side == RECEIVE:
+                    self._arrived.append(self._posted[item])
         self._reached = sorted({*self._reached, *self._newest.values()})  # no gradient is on its way any more
-        self._pass(low.segments[int(low.optimizer[stage])], PHASES.index("optimizer"))
+        optimizer = low.segments[int(low.optimizer[stage])]
+        if not optimizer.program.nodes[:1] or not optimizer.program.nodes[0].name.startswith("replicated"):
+            self._arrived = [node for part in self._gradients.values() for node in part]
+        self._pass(optimizer, PHASES.index("optimizer"))
         joined = Program.of_parts(self._parts)
         columns = {**joined.columns, "phase": np.array(self._phases)}
         group = np.where(columns["kind"] == COLLECTIVE, columns["stream"], -1)
@@ -135,9 +151,11 @@ class _Stage:
         columns |= {"group": group, "seq": seq}
         source, target = np.array(self._edges, dtype=np.int64).reshape(-1, 2).T
         joined = joined.replace(columns=columns, groups=tuple(groups))
-        return joined.with_edges(source, target, Dependency.SYNCHRONISATION, 0.0)
+        joined = joined.with_edges(source, target, Dependency.SYNCHRONISATION, 0.0)
+        source, target = np.concatenate([np.zeros((0, 2), np.int64), *self._data]).T
+        return joined.with_edges(source, target, Dependency.DATA, 0.0)
 
-    def _pass(self, segment: Segment, phase: int) -> None:
+    def _pass(self, segment: Segment, phase: int, forward: tuple[int, Segment] | None = None, part: int = 0) -> None:
         """A pass, and in a pipeline its host, starts when the one before has ended on the computation's stream."""
         graph = segment.graph
         if self._lowered.num_stages > 1:
@@ -150,6 +168,16 @@ class _Stage:
         last, inside = held.copy(), held[np.repeat(np.arange(len(held)), np.diff(graph.pointer))]
         last[graph.before[inside]] = False  # another clock's node after it does not hold the next pass
         self._edges += [(before, entry) for entry in entries.tolist() for before in self._reached]
+        written = segment.written
+        self._data.append(_all_pairs(self._arrived, [node + first for node in written.entering]))
+        for before, made in ((first, segment), *([forward] if forward is not None else [])):
+            key = id(made), id(segment)
+            if key not in self._kept:
+                self._kept[key] = kept_activations(made.program, segment.program)
+            self._data.append(self._kept[key] + np.array([before, first]))
+        self._arrived, self._leaving = [], [node + first for node in written.made.newest if node != ENTERS]
+        if segment.label != "forward":
+            self._gradients[part] = [node + first for node in written.made.gradients]
         self._append(segment.program, phase)
         self._reached = (np.flatnonzero(last) + first).tolist() or self._reached
 
@@ -171,3 +199,9 @@ class _Stage:
         self._append(self._wires.setdefault(key, Program([Node(*key)])), phase)
         self._posted[message] = self._newest.pop(key[1])
         self._edges += [(before, self._posted[message]) for before in self._reached]
+        if not arrives:
+            self._data.append(_all_pairs(self._leaving, [self._posted[message]]))
+
+
+def _all_pairs(sources: list[int], targets: list[int]) -> Pairs:
+    return np.array([(source, target) for target in targets for source in sources], dtype=np.int64).reshape(-1, 2)

@@ -109,7 +109,7 @@ def test_the_host_launches_all_streams(gpu: Hardware) -> None:
         Join("ep"),
         Join("offload"),
     )
-    times = Timer(Given(replace(gpu, host_op_s=2.0))).passage(BlockPass(tuple((item, "") for item in items)))
+    times = Timer(Given(replace(gpu, host_op_s=2.0))).passage(BlockPass(tuple((item, "", "") for item in items)))
     # Launched at 2, 4, 6, 8: the op ends at 3, the message at 5, the op at 7, and the copy, last, at 13.
     assert times.paths == pytest.approx((7.0, 13.0, 8.0))
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.hardware.hardware import HARDWARE, find_fabric
 from stepsight.dataset.job.specs import ExecutionSpec
 from stepsight.dataset.kinds.op import Op
@@ -95,7 +96,7 @@ def values(changes: dict[str, Any]) -> dict[str, Any]:
 
 def _checksum(segment: Segment) -> int:
     nodes = [(str(node.work), node.stream, node.name, node.share) for node in segment.program.nodes]
-    edges = sorted(str(edge) for edge in segment.program.all_edges())
+    edges = sorted(str(edge) for edge in segment.program.all_edges() if edge[2] is not Dependency.DATA)
     gradients = [list(each.gradients) for each in segment.passages]
     return zlib.crc32(repr((nodes, edges, gradients, segment.events.tolist(), segment.joined)).encode())
 

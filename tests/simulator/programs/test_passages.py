@@ -55,8 +55,8 @@ def test_parameters_are_cast_where_they_are_used_and_their_gradients_back(block:
     assert sorted(casts[1]) == sorted(sizes * (2 if how == "full" else 1))
     for node, numel, _ in backward.gradients:
         assert backward.nodes[node - 1] == Op("cast", (numel,), "bf16")
-    plain, uncast = forward_pass(block), [item for item, name in forward.items if not name.endswith(".cast")]
-    assert uncast == [item for item, _ in plain.items]
+    plain, uncast = forward_pass(block), [item for item, name, _ in forward.items if not name.endswith(".cast")]
+    assert uncast == [item for item, *_ in plain.items]
 
 
 @given(block=blocks, spec=st.builds(BackwardSpec, recompute=st.sampled_from(["none", "selective", "full"])))
@@ -83,7 +83,9 @@ def test_what_is_cut_is_whole(block: Block, data: st.DataObject) -> None:
     passage = backward_pass(block, BackwardSpec())
     at = data.draw(st.integers(0, passage.num_nodes))
     pieces = [*passage.between(0, at), *passage.between(at, passage.num_nodes)]
-    assert [i for i, _ in pieces if not isinstance(i, Join)] == [i for i, _ in passage.items if not isinstance(i, Join)]
+    assert [each for each in pieces if not isinstance(each[0], Join)] == [
+        each for each in passage.items if not isinstance(each[0], Join)
+    ]
     if at < passage.num_nodes:
         assert pieces == list(passage.items)
 
