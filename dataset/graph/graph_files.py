@@ -19,7 +19,7 @@ MOST_SECONDS = 1e12  # of any time, since 1970 too
 _SECONDS = ("start_s", "duration_s", "unrecorded_s")
 _PLAIN = {
     "label": str, "rank": int, "world_size": int, "device": str, "device_name": str, "origin_us": float, "whole": bool,
-    "events": int, "observed": int,
+    "events": int, "observed": int, "op_calls": float, "dispatch_calls": float,
 }  # fmt: skip
 _LISTS, _SPANS, _ADDED = ("streams", "names", "warnings"), ("loading_s", "steps_s"), ("recorded", "share")
 
@@ -87,7 +87,8 @@ def read_steps(folder: Path, stem: str) -> tuple[float, ...]:
 
 
 def _graph(tree: dict[str, Any], nodes: Any, edges: Any) -> dict[str, Any]:
-    tree = dict[str, Any](label="", observed=0, slowed=()) | tree  # which earlier versions did not write, as _ADDED
+    # what earlier versions did not write, as _ADDED
+    tree = dict[str, Any](label="", observed=0, slowed=(), op_calls=1.0, dispatch_calls=0.0) | tree
     listed = [name for name in (*NODE_COLUMNS, "share") if name in nodes.column_names or name not in _ADDED]
     floats = (*_SECONDS, "share", "delay_s")
     read: Callable[[Any, str], Any] = lambda of, name: read_numbers(
@@ -134,6 +135,7 @@ def check_graph(graph: Mapping[str, Any], path: Path | str) -> None:
     if not np.all((kind == HOST) | ((work >= 0) & (of_works[work] == kind))):
         raise TraceError(f"an op must have an op's signature and a collective a collective's in {path}")
     durations = [graph["duration_s"], graph["unrecorded_s"], graph["columns"].get("share", np.zeros(0))]
+    durations.append(np.array([graph[name] for name in ("op_calls", "dispatch_calls")]))
     times = np.concatenate([graph["start_s"], graph["delay_s"], graph["steps_s"].ravel(), *durations])
     if not (np.abs(times) <= MOST_SECONDS).all() or np.concatenate(durations).min(initial=0) < 0:
         raise TraceError(f"times must be within {MOST_SECONDS:g} s and durations >= 0 in {path}")

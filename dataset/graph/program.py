@@ -83,6 +83,8 @@ class Program:
     world_size: int = 1  # of its job
     device: str = "cuda"  # for any accelerator, or ``cpu``
     device_name: str = ""  # as the trace names it
+    op_calls: float = 1.0  # as ``ExecutionSpec`` has them of a job
+    dispatch_calls: float = 0.0
     origin_us: float = 0.0  # time in the trace's file that is 0 here
     steps_s: Floats = np.zeros((0, 2))  # (k, 2): begin and end on the host
     whole: bool = True  # whether the steps are: bounded by annotations or by repetition

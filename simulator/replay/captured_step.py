@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.errors import CaptureError, TraceError
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, PHASES, Dependency, Program
 from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.hardware.hardware_facts import LaunchCalls
 from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.durations.latency_model import HostTimes, LatencyModel, host_times
 from stepsight.simulator.durations.segment_timing import timer_of
@@ -161,7 +162,8 @@ def _lost_to_overlap(graph: Program, seconds: Floats, share: float) -> Floats:
 
 def _launches(graph: Program, hardware: Hardware) -> Floats:
     """The host's time to launch each node."""
-    return _of_works(graph, np.array([hardware.launch_s(work) for work in graph.works]))
+    calls = LaunchCalls(graph.op_calls, graph.dispatch_calls)
+    return _of_works(graph, np.array([hardware.launch_s(work, calls) for work in graph.works]))
 
 
 def _rank_causes(step: CapturedStep, place: int) -> dict[str, float]:

@@ -85,7 +85,8 @@ def job_programs(job: Job, hardware: Hardware) -> tuple[Program, ...]:
     layout = layout_of(job)
     ranks = [int(layout.ranks_of_stage(stage)[0]) for stage in range(lowered.num_stages)]
     facts = {"world_size": job.cluster.num_devices, "device_name": job.cluster.hardware, "label": job.name}
-    facts |= {"steps_s": np.zeros((1, 2))}
+    facts |= {"steps_s": np.zeros((1, 2)), "op_calls": job.execution.op_calls}
+    facts |= {"dispatch_calls": job.execution.dispatch_calls}
     return tuple(
         _Stage(lowered, stage, ranks).program().replace(rank=rank, **facts) for stage, rank in enumerate(ranks)
     )

@@ -28,7 +28,7 @@ PIPELINE, SHARDED = "local-gpt-pp2.toml", "llama3-70b-fsdp-512.toml"
 
 
 @pytest.mark.parametrize(
-    "name", [PIPELINE, "local-gpt-tp2.toml", "local-llama-ddp2.toml", "bert-large-ddp-16.toml", SHARDED]
+    "name", [PIPELINE, "local-gpt-tp2.toml", "local-llama-ddp2.toml", "bert-large-ddp-16.toml", "dlrm-dcnv2-64h100.toml", SHARDED]
 )
 def test_programs_take_as_long_as_their_job(name: str) -> None:
     job = stepsight.Job.from_file(EXAMPLES / name)
