@@ -174,7 +174,7 @@ NUMBERS = (
 KIND, LABEL = "kind=", "label="  # how features begin that say what a node is, and what its program
 _AFTER_KINDS = (*(f"stream={stream}" for stream in STREAMS), *(f"{LABEL}{label}" for label in LABELS), *NUMBERS)
 RELATIONS = ("stream_order", "data", "synchronisation", "may_run_concurrently")
-# Heard by networks that are trained now: data edges are worth nothing, and the programs that teach have none.
+# Heard by networks that are trained now: data edges are worth nothing that is clear (docs/results/context.md).
 HEARD = tuple(relation for relation in RELATIONS if relation != "data")
 
 

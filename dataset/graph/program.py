@@ -295,13 +295,16 @@ class Program:
         return (self.label, work, tuple((b, a, why.value) for b, a, why in self.edges))
 
     def part(self, nodes: Iterable[int], label: str) -> Program:
-        """Some nodes, by their indices in order, and the edges among them."""
+        """Some nodes, by their indices in order, and the edges among them; the label is the phase of those without one."""
         chosen, place, listed = np.array([*nodes], dtype=np.int64), np.full(len(self), -1), self._listed()
         place[chosen] = np.arange(len(chosen))
         listed |= {end: place[listed[end]] for end in ("source", "target")}
         inside = np.minimum(listed["source"], listed["target"]) >= 0
         listed = {name: values[inside] for name, values in listed.items()}
-        return self._with_rows({name: values[chosen] for name, values in self._rows().items()}, listed, label=label)
+        rows = {name: values[chosen] for name, values in self._rows().items()}
+        if label in PHASES:
+            rows["phase"][rows["phase"] < 0] = PHASES.index(label)
+        return self._with_rows(rows, listed, label=label)
 
     def change(self, nodes: Iterable[int], work: Op | Collective | None = None, stream: str = "") -> Program:
         """The program with another signature, or another stream, of some nodes."""

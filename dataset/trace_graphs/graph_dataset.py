@@ -31,7 +31,7 @@ Progress = Callable[[int, int], None]
 INDEX = "dataset.json"
 SCOPES = ("step", "segment")
 _OF_RUN = ("run", "model", "strategy", "scale", "hardware", "group", "timed_s")
-FORM = 6  # version of features and relations: changing it makes every dataset a new version
+FORM = 7  # version of features and relations: changing it makes every dataset a new version
 
 
 def make_dataset(

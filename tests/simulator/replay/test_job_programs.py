@@ -15,26 +15,31 @@ from stepsight.dataset.base.errors import JobError, PredictorError, TraceError
 from stepsight.dataset.capture.captured import read_captured, write_captured
 from stepsight.dataset.graph.program import OP, Program
 from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.runs.run_manifest import read_manifest
 from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
 from stepsight.experiments.questions.describe import describe
 from stepsight.experiments.reports.run_texts import captures_differ
 from stepsight.features.node_features import SegmentGraph
 from stepsight.simulator.replay.captured_step import time_captured
-from stepsight.simulator.replay.job_programs import captured_job, unmeasured_run
+from stepsight.simulator.replay.job_programs import captured_job, unmeasured_job, unmeasured_run
 from stepsight.training.prediction.captured_prediction import predict_captured
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 PIPELINE, SHARDED = "local-gpt-pp2.toml", "llama3-70b-fsdp-512.toml"
+RECORDED = "dlrm-dcnv2-64h100.toml"  # its host replays a recorded graph of the step
 
 
 @pytest.mark.parametrize(
-    "name", [PIPELINE, "local-gpt-tp2.toml", "local-llama-ddp2.toml", "bert-large-ddp-16.toml", "dlrm-dcnv2-64h100.toml", SHARDED]
+    "name",
+    [PIPELINE, "local-gpt-tp2.toml", "local-llama-ddp2.toml", "bert-large-ddp-16.toml", RECORDED, SHARDED],
 )
 def test_programs_take_as_long_as_their_job(name: str) -> None:
     job = stepsight.Job.from_file(EXAMPLES / name)
     prediction = stepsight.predict(job)
     step = time_captured(captured_job(job).graphs, prediction.latency)
     assert step.iteration_time_s == pytest.approx(prediction.simulation.iteration_time_s, rel=1e-4)
+    if name == RECORDED:  # whose breakdown names other parts
+        return
     parts = {cause: seconds / prediction.simulation.iteration_time_s for cause, seconds in step.breakdown.items()}
     told = {cause: seconds / prediction.iteration_time_s for cause, seconds in prediction.breakdown.items()}
     assert parts == pytest.approx(told, abs=0.006)
@@ -140,3 +145,29 @@ def test_a_job_gives_graphs_without_targets(tmp_path: Path) -> None:
     made = program.to_heterodata()
     assert np.array_equal(made["op"].x, TraceGraphs(tmp_path / "data", scope="segment")[0]["op"].x)
     assert made["op"].num_nodes == sum(isinstance(node.work, Op) for node in program.nodes)
+
+
+@pytest.mark.parametrize("name", ["gpt-4L-256h-tp1-pp2", "gpt-3L-256h-tp1-pp1-dp2z3"])
+def test_graphs_of_a_job_are_those_of_its_trace(tmp_path: Path, name: str) -> None:
+    """Node and edge types, columns of features and of edges, and what data edges say: bytes and reuse distance."""
+    (folder,) = (EXAMPLES / "collection" / "runs").glob(f"{name}*")
+    asked = unmeasured_job(read_manifest(folder).job)
+    make_dataset((), tmp_path / "asked", unmeasured=[asked])
+    make_dataset([folder], tmp_path / "traced")
+    one, other = (TraceGraphs(tmp_path / part, scope="segment") for part in ("traced", "asked"))
+    told = {(graph.segment, tuple(graph["op"].signature.flatten().tolist())): graph for graph in other}
+    data = ("op", "data", "op")
+    for graph in one:
+        same = told[graph.segment, tuple(graph["op"].signature.flatten().tolist())]
+        assert graph.metadata() == same.metadata()
+        for kind in ("op", "collective"):
+            assert graph[kind].x.shape == same[kind].x.shape and np.allclose(graph[kind].x, same[kind].x, atol=1e-6)
+        pairs = [dict(zip(map(tuple, each[data].edge_index.T.tolist()), each[data].edge_attr.tolist(), strict=True))
+                 for each in (graph, same)]  # fmt: skip
+        both = [pair for pair in pairs[1] if pair in pairs[0]]
+        assert len(both) >= 0.95 * max(map(len, pairs))
+        assert all(pairs[0][pair][1:] == pairs[1][pair][1:] for pair in both)  # the first is the overlap in time
+    steps = [TraceGraphs(tmp_path / part, scope="step") for part in ("traced", "asked")]
+    kinds = [{key for graph in graphs for key in graph.edge_types if graph[key].num_edges} for graphs in steps]
+    relations = ("data", "stream_order", "synchronisation")  # the job has one rank of each stage, and no calls
+    assert {key for key in kinds[0] if key[1] in relations} <= kinds[1]
