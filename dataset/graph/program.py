@@ -295,7 +295,7 @@ class Program:
         return (self.label, work, tuple((b, a, why.value) for b, a, why in self.edges))
 
     def part(self, nodes: Iterable[int], label: str) -> Program:
-        """Some nodes, by their indices in order, and the edges among them; the label is the phase of those without one."""
+        """Some nodes, by their indices in order, and the edges among them; the label is the phase of nodes of none."""
         chosen, place, listed = np.array([*nodes], dtype=np.int64), np.full(len(self), -1), self._listed()
         place[chosen] = np.arange(len(chosen))
         listed |= {end: place[listed[end]] for end in ("source", "target")}
