@@ -6,8 +6,8 @@ kept last, ``n`` goes on with nothing, ``j`` joins what was kept last to what th
 last one reads (a sum); ``x`` reads nothing and hands nothing on.  Backward is the reverse of it: a tensor that is kept
 has two gradients.  ``N`` is ``n`` in forward alone.
 
-Gradients of parameters read what arrived at their step; copies and sums of them, and the messages of replicas, read
-them.  Gathered parameters, and which casts of parameters a product reads, are not followed.
+Gradients of parameters read what arrived at their step; copies and sums of them, and messages of replicas, read them.
+What was gathered is read by the ops that have parameters.  Casts of parameters are not followed.
 """
 
 from __future__ import annotations
@@ -128,10 +128,7 @@ class DataFlow:
         """Nodes that a node reads; ``name``: its own."""
         layer = not name.startswith(("head", "embedding", "root"))
         role, read = letters[-1:], self.follow(letters.removesuffix("c"), name)
-        if role == "c":
-            read = [*read, *self._message]
-        if "r" in letters:
-            read = [*read, *self._parameters.get(layer, ())]
+        read = [*read, *self._message * (role == "c"), *self._parameters.get(layer, []) * ("r" in letters)]
         if role in ("v", "p", "P", "q", "c"):
             for each in read:
                 self._made.pop(each, None)
@@ -172,20 +169,16 @@ class DataFlow:
 
     def _aside(self, letter: str, name: str) -> list[int]:
         """What an item reads that is not handed on."""
-        if letter == "g":
-            return self._gradients()
+        if letter in "go":
+            return self._gradients() if letter == "g" else self._gathered.pop(name.rpartition(".")[0], [])
         sources = {"w": self._arrived, "v": [self._last], "q": [self._last], "p": self._ends[:1], "P": self._ends[-1:]}
-        return {**sources, "i": self._message, "o": self._gathered.pop(_unit(name), [])}.get(letter, [])
-
-    def join(self, node: int) -> None:
-        """The next op also reads what a collective brings that ran beside the computation."""
-        self.newest = [*self.newest, node]
+        return {**sources, "i": self._message}.get(letter, [])
 
     def message(self, node: int, name: str) -> list[int]:
         """What a message between replicas carries: parameters that were copied for it, or gradients."""
         taken, self._message = self._message, []
         if name.endswith(".parameters"):
-            self._gathered.setdefault(_unit(name), []).append(node)
+            self._gathered.setdefault(name.removesuffix(".parameters"), []).append(node)
             return taken
         self._sums.append(node)
         return taken or self._gradients()
@@ -201,7 +194,3 @@ class DataFlow:
         for node in taken:
             del self._made[node]
         return taken
-
-
-def _unit(name: str) -> str:
-    return name.rpartition(".")[0]

@@ -56,8 +56,8 @@ class Issue:
             self.flow.follow(flow)
             if item.stream in self._newest:
                 self._awaited.append(self._newest.pop(item.stream))
-                if item.stream != "offload":
-                    self.flow.join(self._awaited[-1])
+                if item.stream != "offload":  # the next op also reads what it brings
+                    self.flow.newest = [*self.flow.newest, self._awaited[-1]]
         elif isinstance(item, Comm) and not item.beside:
             self._reads(self._block(item.work, item.stream, name), name, flow)
         else:
