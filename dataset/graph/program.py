@@ -439,7 +439,7 @@ class ProgramBuilder:
         return len(self._nodes) - 1
 
     def link(self, before: Iterable[int], node: int) -> None:
-        """Add data edges from earlier nodes to a node."""
+        """Add data edges."""
         self._edges.extend((each, node, Dependency.DATA) for each in before)
 
     def build(self) -> Program:

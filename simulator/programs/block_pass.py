@@ -174,11 +174,10 @@ def backward_pass(block: Block, spec: BackwardSpec, casts: str = "") -> BlockPas
             letters = _run_forward(items, [(s, f"again.{s.name}") for s in again], casts, f"{letters}(") + ")"
         if core := cores.get(id(step)):
             letters = _run_forward(items, [(s, f"{s.name}.again") for s in core], "", f"{letters}(") + ")"
-        own = {BACKWARD: step.full_backward, INPUT: step.backward, WEIGHT: step.weight_grad}[spec.part]
-        ways, weights = (0 if spec.part == part else len(of) for part, of in
-                         ((WEIGHT, step.backward), (INPUT, step.weight_grad)))  # fmt: skip
-        flow, letters = backward_flow(step, step.backward[:ways], step.weight_grad[:weights], letters)
-        items += zip(own, repeat(step.name), flow)
+        way = step.backward if spec.part != WEIGHT else ()
+        weights = step.weight_grad if spec.part != INPUT else ()
+        flow, letters = backward_flow(step, way, weights, letters)
+        items += zip(weights + way if step.weight_grad_first else way + weights, repeat(step.name), flow)
         for numel in _by_arrival(step, casts) if spec.part != INPUT else ():
             copied = chain("P" if numel < max(step.parameters) else "p", repeat("q"))
             if casts:
