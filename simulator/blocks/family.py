@@ -265,7 +265,6 @@ def _cross(shape: RankShape, adds: bool) -> Block:
             *sums,
             Step("fork", backward=(shape.op("add", far.local_rows * model.hidden),)),
         )
-    first, *others = core(shape, sizes)
     return (
         norm(shape, "norm2"),
         *enter(shape),
@@ -273,8 +272,7 @@ def _cross(shape: RankShape, adds: bool) -> Block:
         *sums,
         *enter(far),
         replace(column_linear(far, "cross_kv", 2 * kv_heads * size, model.hidden), saved=()),
-        replace(first, flow="j"),
-        *others,
+        *(replace(step, flow="j" * (not at)) for at, step in enumerate(core(shape, sizes))),
         row_linear(shape, "cross_out", model.hidden, heads * size),
         *leave(shape),
         residual(shape),
