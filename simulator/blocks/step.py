@@ -108,6 +108,13 @@ class Step:
     def saved_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.saved)
 
+    @property
+    def full_backward(self) -> tuple[Item, ...]:
+        """Both parts of the backward, in the order of autograd."""
+        if self.weight_grad_first:
+            return self.weight_grad + self.backward
+        return self.backward + self.weight_grad
+
 
 Block = tuple[Step, ...]
 

@@ -177,7 +177,7 @@ def backward_pass(block: Block, spec: BackwardSpec, casts: str = "") -> BlockPas
         way = step.backward if spec.part != WEIGHT else ()
         weights = step.weight_grad if spec.part != INPUT else ()
         flow, letters = backward_flow(step, way, weights, letters)
-        items += zip(weights + way if step.weight_grad_first else way + weights, repeat(step.name), flow)
+        items += zip(step.full_backward if way and weights else way or weights, repeat(step.name), flow)
         for numel in _by_arrival(step, casts) if spec.part != INPUT else ():
             copied = chain("P" if numel < max(step.parameters) else "p", repeat("q"))
             if casts:
