@@ -237,7 +237,8 @@ def store_client(uri: str) -> Any:
         warnings.simplefilter("ignore")
         import mlflow
 
-        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # a new store tells of its tables
+        for name in ("mlflow.store.db.utils", "alembic"):  # a new store tells of its tables
+            logging.getLogger(name).setLevel(logging.WARNING)
         if uri.startswith("sqlite:///"):
             database_file(uri).parent.mkdir(parents=True, exist_ok=True)
         return mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
