@@ -15,10 +15,9 @@ import json
 import os
 import shutil
 import tempfile
-import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
 from importlib import resources
 from pathlib import Path
@@ -60,11 +59,8 @@ def named_path(text: str) -> Path:
 
 def check_output_file(path: Path) -> None:
     """Check, before long work, that a file can be written: a device or a folder is never replaced."""
-    try:
-        path = path.resolve()  # follow a link instead of replacing it
-    except RuntimeError as error:  # a link to itself
-        raise StepsightError(f"an output must be a new or plain file, got {path}: {error}") from None
-    if path.exists() and not path.is_file():
+    path = Path(os.path.realpath(path))  # follow a link instead of replacing it; a link to itself stays a link
+    if (path.exists() or path.is_symlink()) and not path.is_file():
         raise StepsightError(f"an output must be a new or plain file, got {path}")
     check_writable(path.parent)
 
@@ -73,8 +69,7 @@ def check_writable(folder: Path) -> None:
     """Check that a folder exists or can be created, and that files can be written into it."""
     there = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
     try:
-        with tempfile.TemporaryFile(dir=there):
-            pass
+        tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
         rule = "an output needs a folder that can be written to"
         raise StepsightError(f"{rule}, got {there}: {error.strerror}") from None
@@ -90,8 +85,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file completely or not at all."""
-    with new_file(path) as temporary:
-        temporary.write_text(text, "utf-8")
+    write_pieces(path, [text.encode()])
 
 
 def write_pieces(path: Path, pieces: Iterable[bytes]) -> None:
@@ -116,12 +110,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise StepsightError(f"an output must be a new folder or an existing one of the same kind, got {path}")
     path = path.resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*/"):
-        with suppress(OSError), atomic_files.locked(left) as free:  # of a killed process; a new one may be unlocked yet
-            if free and time.time() - left.stat().st_mtime > 10.0 and not (left / path.name).exists():
-                shutil.rmtree(left, ignore_errors=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    atomic_files.remove_left(path)
+    temporary = Path(tempfile.mkdtemp(atomic_files.UNFINISHED, f".{path.name}.", path.parent))
     temporary.chmod(0o755)
     try:
         with _naming(path), atomic_files.locked(temporary):
@@ -144,7 +134,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 def _put(new: Path, path: Path) -> None:
     """Rename a folder to ``path``; the old content is deleted only after that."""
-    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    aside = Path(tempfile.mkdtemp(atomic_files.UNFINISHED, f".{path.name}.", path.parent))
     old = aside / path.name
     try:
         if path.exists():

@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import os
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+UNFINISHED = ".tmp"  # end of the name of a temporary file or folder, which its writer holds locked
 
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
     """Yield a temporary file beside ``path``, which is renamed to ``path`` if the block succeeds."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    remove_left(path)
+    handle, name = tempfile.mkstemp(UNFINISHED, f".{path.name}.", path.parent)
     os.close(handle)
     temporary = Path(name)
     try:
-        yield temporary
-        temporary.chmod(0o644)  # temporary files are readable only by their owner
-        temporary.replace(path)
-    except BaseException:
+        with locked(temporary):
+            yield temporary
+            temporary.chmod(0o644)  # temporary files are readable only by their owner
+            temporary.replace(path)
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
+
+
+def remove_left(path: Path) -> None:
+    """Make the folder of ``path``, and remove the temporary files and folders that killed writers of ``path`` left."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.????????{UNFINISHED}"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > 10.0:  # a new one may be unlocked yet
+                with locked(left) as free:
+                    if free and (path.exists() or not (left / path.name).exists()):  # else it is the old folder
+                        shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def write_json(path: Path, value: Any, indent: int | None = 1) -> None:
@@ -75,9 +90,8 @@ def new_folder(path: Path, temporary: Path) -> Iterator[Path]:
         yield temporary
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.replace(path)
-    except BaseException:
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 @contextmanager

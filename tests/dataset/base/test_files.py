@@ -185,3 +185,42 @@ def test_what_a_killed_writer_of_a_folder_left_is_removed(tmp_path: Path) -> Non
             assert first.exists()
         shutil.rmtree(tmp_path / "made")
     assert [path.name for path in tmp_path.iterdir()] == ["made"] and not [*(tmp_path / "made").iterdir()]
+
+
+@pytest.mark.parametrize("name", ["made.json", "a[1]"])
+def test_what_a_killed_writer_of_a_file_left_is_removed(name: str, tmp_path: Path) -> None:
+    """Not what a living process writes, nor a file of the user's whose name begins alike."""
+    code = "import os, pathlib, sys\nfrom stepsight.dataset.base.files import new_file\n"
+    code += "with new_file(pathlib.Path(sys.argv[1])) as made:\n    made.write_text('half')\n    os._exit(9)"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / name)], check=False)
+    (left,) = tmp_path.iterdir()
+    own = [tmp_path / f".{name}.original", tmp_path / f".{name}.d"]
+    own[0].write_text("mine")
+    own[1].mkdir()
+    for path in (left, *own):
+        os.utime(path, (0, 0))
+    with new_file(tmp_path / name) as first:
+        assert not left.exists()
+        os.utime(first, (0, 0))
+        write_text(tmp_path / name, "second")
+        first.write_text("first")
+    assert (tmp_path / name).read_text() == "first"
+    assert sorted(tmp_path.iterdir()) == sorted([*own, tmp_path / name])
+
+
+def test_the_old_folder_of_a_killed_writer_is_removed_once_a_new_one_stands(tmp_path: Path) -> None:
+    """Until then it is the only copy."""
+    aside = tmp_path / ".made.12345678.tmp"
+    (aside / "made").mkdir(parents=True)
+    os.utime(aside, (0, 0))
+    with new_folder(tmp_path / "made"):
+        assert set_aside(tmp_path / "made") == aside / "made"
+    with new_folder(tmp_path / "made"):
+        assert not aside.exists()
+
+
+def test_a_link_to_itself_is_no_place_for_a_file(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "link")
+    with pytest.raises(StepsightError, match="a new or plain file"):
+        write_text(tmp_path / "link", "x")
+    assert (tmp_path / "link").is_symlink()
