@@ -6,12 +6,10 @@ evaluates what, so a strategy may be evaluated by more than one of them.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import pickle
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +26,7 @@ import numpy as np
 from stepsight.dataset.base.bounded import read_file
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.harness.base.cores import die_with
 from stepsight.dataset.job.job import Job, JobLike
 from stepsight.experiments.search.bounds import Bounds, grid_bounds
 from stepsight.experiments.search.choices import Choice
@@ -271,7 +270,6 @@ Ask = Callable[[Sequence[Job]], Answers]
 MapFn = Callable[[Ask, Sequence[Sequence[Job]]], Iterable[Answers]]
 MOST_PARTS = 64  # parts of a batch of jobs
 SMALLEST_PART = 128  # jobs; the common work of a part's jobs is computed once
-_DEATH_SIGNAL = 1
 
 
 def ask_mapped(jobs: Sequence[Job], predictor: Predictor | str | None, map_fn: MapFn) -> Answers:
@@ -322,7 +320,4 @@ def _begin_worker(parent: int) -> None:
     """Ignore Ctrl-C, which the search handles, and end with the search, even if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    die_with(parent)
