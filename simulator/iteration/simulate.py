@@ -219,17 +219,16 @@ class Simulation:
     @cached_property
     def op_counts(self) -> dict[Op | Collective, float]:
         """How often each signature lies on the critical path: ``n_i = dT / dt_i``; ``sum(n_i * t_i)`` is the time."""
-        counts = zip(self.lowered.all_works, self.count_works().tolist(), strict=True)
+        counts = zip(self.lowered.all_works, self.work_counts.tolist(), strict=True)
         return {work: count for work, count in counts if count > 0}
 
     @property
     def launches_share(self) -> float:
         """Share of the time that is determined by the host's launches, and by no op or collective."""
-        seconds = self.timer.work_seconds(list(self.op_counts))
-        counted = float(np.array(list(self.op_counts.values())) @ seconds)
-        return max(0.0, 1.0 - counted / self.iteration_time_s)
+        return max(0.0, 1.0 - float(self.work_counts @ self.work_seconds) / self.iteration_time_s)
 
-    def count_works(self) -> Floats:
+    @cached_property
+    def work_counts(self) -> Floats:
         """``op_counts`` as an array over ``lowered.all_works``, zeros included."""
         index = {work: at for at, work in enumerate(self.lowered.all_works)}
         counts = np.zeros(len(index))

@@ -340,7 +340,7 @@ def _simulate(predictor: Predictor, constants: Constants, rows: Sequence[TimedJo
     for index, row in enumerate(rows):
         if row.job not in known:
             simulation = simulate(row.job, with_them.latency(row.job))
-            seconds = simulation.count_works() * simulation.work_seconds / simulation.iteration_time_s
+            seconds = simulation.work_counts * simulation.work_seconds / simulation.iteration_time_s
             own = np.zeros(len(NAMES))
             np.add.at(own, [resource_of(work) for work in simulation.lowered.all_works], seconds)
             known[row.job] = math.log(simulation.iteration_time_s), own

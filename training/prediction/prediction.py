@@ -156,7 +156,7 @@ class Prediction:
         beyond = [index for index, reason in enumerate(reasons) if reason]
         if not beyond and not crowded:
             return (), 0.0
-        seconds = simulation.count_works() * simulation.work_seconds
+        seconds = simulation.work_counts * simulation.work_seconds
         beyond.sort(key=lambda index: -seconds[index])
         named = tuple(reasons[index] for index in beyond)
         if crowded:

@@ -43,7 +43,7 @@ def work_doubts(simulation: Simulation, predictor: Predictor | None) -> WorkDoub
                 halves[work] = intervals.MEAN_TO_HALF * errors[family]
             if predictor.unsupported(work, simulation.job.fabric):
                 halves[work] = min(halves[work] + intervals.UNSUPPORTED_LOG, intervals.MOST_LOG)
-    counts = simulation.count_works() * simulation.work_seconds
+    counts = simulation.work_counts * simulation.work_seconds
     seconds = dict(zip(lowered.all_works, counts.tolist(), strict=True))
     shares = np.array([seconds[work] for work in halves]) / simulation.iteration_time_s
     return WorkDoubts(halves, doubts.of_sum(shares, np.array(list(halves.values()))))

@@ -175,7 +175,7 @@ def test_what_is_outside_is_listed_by_what_it_takes() -> None:
     job = Job.from_file(EXAMPLES / "gpt3-175b-1024.toml")
     answer = predict(job)
     assert 0 < answer.unsupported_share < 0.5
-    counts, seconds = answer.simulation.count_works(), answer.simulation.work_seconds
+    counts, seconds = answer.simulation.work_counts, answer.simulation.work_seconds
     parts = {str(w): n * t for w, n, t in zip(answer.simulation.lowered.all_works, counts, seconds, strict=True)}
     taken = [parts[reason.split(": ")[0]] for reason in answer.unsupported]
     assert taken == sorted(taken, reverse=True)
