@@ -224,7 +224,8 @@ def carried_forward(rows: Sequence[Scored]) -> list[float | None]:
 
     for indices in rows_by(map(series_of, rows)).values():
         fewest = min(rows[i].row.gpus for i in indices)
-        smallest = [i for i in indices if rows[i].row.gpus == fewest]
+        starts = [i for i in indices if rows[i].row.gpus == fewest]
+        smallest = sorted({(rows[i].job.batch.micro_batch, sequences[i]): i for i in reversed(starts)}.values())
         for i in indices:
             if rows[i].row.gpus > fewest:
                 start = min(smallest, key=lambda other, i=i: unlike(other, i))  # type: ignore[misc]

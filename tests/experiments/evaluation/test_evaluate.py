@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from stepsight.dataset.base.errors import PredictorError, TableError
 from stepsight.experiments.calibration.calibrate_runs import split_rows
+from stepsight.experiments.evaluation import error_metrics
 from stepsight.experiments.evaluation.error_metrics import (
     PredictorOf,
     carried_forward,
@@ -122,6 +124,21 @@ def test_carried_from_the_run_that_is_most_alike() -> None:
     ]
     large = run_row(gpus=16, global_batch=128)
     assert carried_forward([score(row, FACTS) for row in (*small, large)])[2] == pytest.approx(4.0)
+
+
+def test_repeated_smallest_runs_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of them gives its speed; the work grows with the rows of a table, not with their square."""
+    small, large = (score(row, FACTS) for row in series(8, 16))
+    slower, compared = replace(small, measured_s=9.0), [0]
+    expected = carried_forward([small, large])[1]
+
+    def count(*values: float) -> float:
+        compared[0] += 1
+        return max(values)
+
+    monkeypatch.setattr(error_metrics, "max", count, raising=False)
+    assert carried_forward([small, *[slower] * 20, *[large] * 20]) == [*[None] * 21, *[expected] * 20]
+    assert compared[0] == 20
 
 
 def test_small_rows_calibrate_and_large_ones_judge() -> None:
