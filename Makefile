@@ -86,7 +86,7 @@ invariants: .venv/.installed
 # Apart from CI, and so apart from the lock: cosmic-ray brings ten packages that nothing else needs.
 mutants: .venv/.installed
 	@$(PIP) -c constraints.txt cosmic-ray==8.7.0
-	$(BIN)/python tests/mutation/run_mutants.py --sample $(SAMPLE)
+	$(BIN)/python -m tests.mutation.run_mutants --sample $(SAMPLE)
 
 # torch is the pinned one here too: its lowest version has no wheel without CUDA on PyPI.
 lowest: .venv/.installed

@@ -1,6 +1,6 @@
 """Mutation testing of the simulator's core: change one thing in the code, and see whether a test fails.
 
-    python tests/mutation/run_mutants.py [--sample 0.25] [--only kernel] [--workers 2] [--out mutants.json]
+    python -m tests.mutation.run_mutants [--sample 0.25] [--only kernel] [--workers 2] [--out mutants.json]
 
 cosmic-ray's operators make the mutants; one operator of ours removes statements.  Every mutant runs in a forked process
 that imports the mutated source in place of the module's file, so that no file is changed.  Loops are interpreted
@@ -38,40 +38,9 @@ from cosmic_ray.operators.operator import Operator
 from cosmic_ray.plugins import get_operator
 from parso.python.tree import ExprStmt, PythonNode
 
+from tests.mutation.tested_modules import TESTS
+
 ROOT = Path(__file__).parents[2]
-KERNEL = "tests/simulator/clock/test_kernel.py"
-TRACK, RUNS = "tests/simulator/clock/test_track.py", "tests/simulator/clock/test_track_run.py"
-SIMULATE, RUNTIMES = "tests/simulator/iteration/test_simulate.py", "tests/simulator/schedules/test_pipeline_runtimes.py"
-SEGMENTS = ("tests/simulator/durations/test_segment_timing.py", "tests/simulator/programs/test_segment.py")
-RECORDED = "tests/simulator/programs/test_recorded_programs.py"
-SCHEDULES = (
-    "tests/simulator/schedules/test_order.py", "tests/simulator/schedules/test_torch.py",
-    "tests/dataset/job/test_schedule_kinds.py",
-)  # fmt: skip
-# The tests of each module, those that fail soonest first.
-TESTS: dict[str, tuple[str, ...]] = {
-    "simulator/clock/engine.py": ("tests/simulator/clock/test_engine.py", *SEGMENTS, SIMULATE),
-    "simulator/schedules/order.py": (
-        "tests/simulator/schedules/test_order.py", "tests/simulator/schedules/test_entries.py", TRACK, RUNTIMES, RUNS),
-    "simulator/clock/track.py": (
-        TRACK, KERNEL, RUNS, "tests/dataset/job/test_schedule_kinds.py", SIMULATE,
-        "tests/training/measured/test_planning.py",
-    ),
-    "dataset/base/caching.py": ("tests/dataset/base/test_caching.py",),
-    "simulator/iteration/simulate.py": (SIMULATE,),
-    "simulator/durations/segment_timing.py": (*SEGMENTS, SIMULATE),
-    "dataset/job/schedules.py": SCHEDULES,
-    **{f"simulator/memory/{name}.py": ("tests/simulator/memory/test_reference_values.py", "tests/simulator/memory")
-       for name in ("estimate", "part", "peaks", "states")},
-    **{f"simulator/blocks/{name}.py": (RECORDED, "tests/simulator/memory/test_reference_values.py",
-                                       "tests/simulator/blocks")
-       for name in ("attention", "family", "layer_parts", "moe", "step")},
-    **{f"simulator/programs/{name}.py": (RECORDED, "tests/simulator/programs", SIMULATE)
-       for name in ("block_pass", "lower", "buckets", "op_level", "segment", "sizes", "stage")},
-    **{f"dataset/kinds/{name}_kinds.py": ("tests/dataset/kinds/test_closed_forms.py", "tests/dataset/kinds")
-       for name in ("collective", "compute", "memory")},
-    "gnn/context_model.py": ("tests/gnn/test_context_model.py",),
-}  # fmt: skip
 # One or two changes of each operator: all of cosmic-ray's would be mostly alike.
 OPERATORS = (
     *(f"core/ReplaceBinaryOperator_{change}" for change in (
