@@ -44,7 +44,7 @@ class Pipeline:
 
     slowdowns: tuple[Slowdown, ...]  # of each stage
     links: tuple[float, ...]  # how much slower the messages of each stage's ranks are, where they leave a node
-    replicas: tuple[int, ...] = (0,)  # numbers of those that are alike
+    replicas: tuple[int, ...]  # numbers of those that are alike
 
     def message_factors(self, lowered: Lowered) -> Floats:
         """Slowdown of each message of the track, shape ``(num_messages,)``."""

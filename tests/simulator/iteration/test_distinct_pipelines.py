@@ -52,6 +52,15 @@ def test_a_slow_rank_slows_its_replicas_stage_alone(make_job: JobMaker, gpu: Har
     assert found[1].slowdowns == (AS_IT_IS,) * 3
 
 
+def test_a_slow_link_slows_its_stage_alone(make_job: JobMaker, gpu: Hardware) -> None:
+    """Node 4 is stage 2 of replica 0; the other replica waits for it where both meet, in that stage."""
+    job = having(make_job(tp=2, dp=2, pp=3, devices_per_node=2), slow_links=(SlowLink(node=4, slowdown=3.0),))
+    found = pipelines(job, gpu)
+    assert [pipeline.links for pipeline in found] == [(1.0, 1.0, 3.0), (1.0,) * 3]
+    assert found[0].slowdowns == (AS_IT_IS, AS_IT_IS, Slowdown(data=3.0, inside=3.0))
+    assert found[1].slowdowns == (AS_IT_IS, AS_IT_IS, Slowdown(data=3.0))
+
+
 @given(ranks=st.sets(st.integers(0, 15), max_size=4))
 def test_replicas_that_are_alike_are_simulated_once(make_job: JobMaker, gpu: Hardware, ranks: set[int]) -> None:
     """As many pipelines as there are kinds of replicas."""
