@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepsight.dataset.kinds import STREAMED
-from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
+from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op, check_sizes
 
 
 def test_gemm_counts() -> None:
@@ -79,3 +79,11 @@ def test_every_function_of_a_kind_takes_any_number_of_a_flag_as_one(name: str) -
         assert function is None or function(*one) == function(*many)
     if kind.base in OP_KINDS and kind.base != STREAMED:
         assert Op(kind.base, kind.base_dims(*one)).flops == Op(kind.base, kind.base_dims(*many)).flops
+
+
+def test_sizes_that_nobody_could_have_run_are_refused() -> None:
+    """Each size may be whole and small, and their product still be absurd."""
+    check_sizes([Op("linear", (3, 5, 7)), Collective("all_reduce", 4, 2, 2)], "a file")
+    for op in (Op("linear", (2**30, 2**30, 1)), Op("linear", (2**29, 2**29, 2**29))):
+        with pytest.raises(ValueError, match="sizes of a file must be whole numbers"):
+            check_sizes([op], "a file")

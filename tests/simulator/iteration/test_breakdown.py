@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link
 from stepsight.dataset.job.job import Job
 from stepsight.simulator.durations.latency_model import RooflineLatency
-from stepsight.simulator.iteration.simulate import Simulation, simulate
+from stepsight.simulator.iteration.simulate import Simulation, exchange_facts, simulate
 from stepsight.simulator.iteration.timeline import timeline
 from stepsight.simulator.programs.lower import iteration_flops
 from tests.simulator.any_job import FABRIC, devices, jobs
@@ -109,3 +109,11 @@ def test_every_timeline_is_whole(job: Job, hardware: Hardware, level: str) -> No
             for stage in range(low.num_stages):
                 own = int((low.track.stage == stage).sum())
                 assert seen[number * low.num_stages + stage] == own + 1
+
+
+def test_exchange_facts_are_sums_of_the_breakdown() -> None:
+    """Waits for all communication; the slowest rank's lookups are the mean's and what it takes beyond."""
+    waits = {"index_exchange": 1.0, "all_to_all": 2.0, "dp_communication": 4.0}
+    found = exchange_facts({"lookups": 2.0, "imbalance": 1.0, "dense": 9.0, **waits})
+    assert found == {"exposed_communication": 7.0, "imbalance": 1.5}
+    assert exchange_facts({"compute": 1.0, **waits}) == {}
