@@ -18,10 +18,12 @@ from stepsight.simulator.clock.engine import (
     STARTS,
     WAIT,
     BlockPassTable,
+    DelayedGraph,
     Floats,
     SegmentList,
     StreamSeconds,
     add_path,
+    delayed_paths,
     longest_paths,
     run_events,
     to_from,
@@ -258,3 +260,12 @@ def test_other_clocks_are_the_same_with_and_without_a_host() -> None:
     assert free.carried[:3, :3].tolist() == free.transition.tolist()
     assert free.carried[HOST].tolist() == [-INF, -INF, -INF, 0.0]
     assert free.carried[:, HOST].tolist() == [-INF, -INF, -INF, 0.0]
+
+
+def test_the_edge_that_decides_a_start_is_named() -> None:
+    """Of two edges into node 2 the second is later; node 1 starts by itself after its edge has come."""
+    order, pointer, edges = np.arange(3), np.array([0, 0, 1, 3]), np.array([2, 0, 1])
+    graph = DelayedGraph(order, pointer, edges, np.array([0, 1, 0]), np.array([0.5, 1.0, 0.0]))
+    ends, cause = np.zeros(3), np.full(3, 9)
+    delayed_paths(graph, np.array([1.0, 2.0, 3.0]), np.array([0.0, 4.0, -np.inf]), ends, cause)
+    assert ends.tolist() == [1.0, 6.0, 10.0] and cause.tolist() == [-1, -1, 1]
