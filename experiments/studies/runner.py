@@ -6,7 +6,6 @@ from stepsight.experiments.studies import (
     bench,
     context,
     distir,
-    emulation,
     one_gpu,
     public_tables,
     recommendation,
@@ -15,5 +14,5 @@ from stepsight.experiments.studies import (
 )
 from stepsight.experiments.studies.study import Study
 
-_MODULES = (bench, context, distir, emulation, one_gpu, public_tables, recommendation, small_to_large, torch_agreement)
+_MODULES = (bench, context, distir, one_gpu, public_tables, recommendation, small_to_large, torch_agreement)
 STUDIES = {study.name: study for module in _MODULES for study in vars(module).values() if isinstance(study, Study)}

@@ -142,7 +142,7 @@ def run_memory(options: argparse.Namespace) -> tuple[Any, str]:
 MEMORY = Study("memory", cases("about")["memory"], run_memory)
 
 
-SCRIPT = Path(__file__).with_name("scripts.py")
+SCRIPT = Path(__file__).with_name("trained_job.py")
 CAPTURED_ON = "h100-sxm-80gb"
 Counts = Counter[tuple[str, int, int]]  # by kind, bytes and group size
 
@@ -189,7 +189,7 @@ def compare(name: str, values: Mapping[str, Any]) -> Row:
     assert predictor is not None
     latency = predictor.latency(job)
     simulation = simulate(job, latency)
-    words = ("job", json.dumps(job.to_dict()), *(["--autocast"] if values.get("autocast") else []))
+    words = (json.dumps(job.to_dict()), *(["--autocast"] if values.get("autocast") else []))
     asked = CaptureRequest(SCRIPT, words, job.cluster.num_devices, job.cluster.devices_per_node)
     captured = capture(asked)
     step = time_captured(captured.graphs, latency)

@@ -1,13 +1,11 @@
-"""Training scripts of the studies: a job of the harness, and layers that sleep.
+"""Layers that sleep: computation takes a known time, communication is real or emulated.
 
-``scripts.py job JOB_JSON [--autocast]`` trains a job's model for a few steps; with ``--autocast`` that of an fp32 job,
-under ``torch.autocast`` in bf16.  ``scripts.py ddp|fsdp2 LAYERS FORWARD_S BACKWARD_S VALUES`` trains without end:
-communication is real or emulated, computation takes a known time; ``VALUES`` are parameters of a layer.
+``sleeping_layers.py ddp|fsdp2 LAYERS FORWARD_S BACKWARD_S VALUES`` trains without end; ``VALUES`` are parameters of a
+layer.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from typing import Any
@@ -15,21 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-STEPS = 4
-
-
-def train_job(asked: dict[str, Any], *, autocast: bool) -> None:
-    """Train for ``STEPS`` steps."""
-    from stepsight.dataset.harness.models.parallel import Training
-
-    if autocast:
-        asked["batch"]["precision"] = "fp32"
-    training = Training(asked, torch.device("cpu"))
-    if autocast:
-        training.model.forward = torch.autocast("cuda", torch.bfloat16)(training.model.forward)
-    for _ in range(STEPS):
-        training.step()
 
 
 class Sleep(torch.autograd.Function):
@@ -80,8 +63,5 @@ def train_sleeping(mode: str, layers: int, forward_s: float, backward_s: float, 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    what, *words = sys.argv[1:]
-    if what == "job":
-        train_job(json.loads(words[0]), autocast=words[1:] == ["--autocast"])
-    else:
-        train_sleeping(what, int(words[0]), float(words[1]), float(words[2]), int(words[3]))
+    mode, *words = sys.argv[1:]
+    train_sleeping(mode, int(words[0]), float(words[1]), float(words[2]), int(words[3]))
