@@ -132,7 +132,7 @@ class Ranks(NamedTuple):
     far_s: float = 4e-11  # between nodes
     sum_bytes: int = 4  # of an element of the sums that are exchanged
     memory_bytes: float = 0.0  # of a device; 0: unknown
-    duplex: bool = True  # it sends while it receives, as links do; a core of a CPU copies one after the other
+    two_way: float = 0.0  # seconds that a byte takes which is received beside those sent, of its seconds alone
 
 
 @cached(4096)
@@ -297,9 +297,12 @@ def equal_exchange(sent: Floats, received: Floats, ranks: Ranks) -> float:
     """Size of an exchange of equal parts that takes as long as one of unequal parts: of what each rank sends and
     receives, with what it keeps.
     """
-    if ranks.duplex or ranks.num == 1:
-        return float(max(sent.max(), received.max()))
-    return float(((ranks.num - 2) * sent + ranks.num * received).max() / (2 * ranks.num - 2))
+    if ranks.num == 1:
+        return float(sent.max())
+    moved = 1.0 - 1.0 / ranks.num  # the rest is kept
+    away, came = moved * sent, received - sent / ranks.num
+    longest = np.maximum(away, came) + ranks.two_way * np.minimum(away, came)
+    return float(longest.max() / (moved * (1.0 + ranks.two_way)))
 
 
 def rank_tables(

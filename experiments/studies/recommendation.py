@@ -58,8 +58,8 @@ from stepsight.training.predictor.predictor import Predictor
 _FORWARD, _BACKWARD = "table_lookup", "table_lookup_backward"
 _WARM = 2  # rounds that are not counted
 SCRIPT, PIPELINE = (Path(f"examples/scripts/train_{name}.py") for name in ("dlrm", "torchrec"))
-# Elements of sums that each rank sends to each: as large, or the second rank's several times larger.
-SPLITS = tuple((size // ratio, size) for size in (2**14, 2**17, 2**19) for ratio in (1, 2, 4, 8))
+# Elements of sums that a rank sends to each, and by how much those of the last rank are more.
+SPLITS = tuple((size // ratio, ratio) for size in (2**14, 2**17, 2**19) for ratio in (1, 2, 4, 8))
 _RUNNABLE, _MIDDLES = (TABLE, COLUMN, REPLICATED), (("least", np.min), ("median", np.median))  # kinds that scripts have
 _TAUGHT = 12  # models whose ops and collectives teach
 # One thread computes, and memory that was freed is kept: both as where ops are measured alone.
@@ -157,17 +157,18 @@ def run_steps(options: argparse.Namespace) -> tuple[Any, str]:
             told[f"steps, {words}, {name}"] = _errors(answers, seconds)
             for case, answer, measured in zip(told["cases"], answers, seconds, strict=True):
                 case |= {f"{words}_s": measured, f"{words}_{name}_s": answer}
-    if box is None:
-        told |= _exchanges(cases[0][0], predictor, options)
+    told |= _exchanges(cases[0][0], predictor, options)
     told["load"].append(os.getloadavg()[0])
     return told, _error_text(told)
 
 
 def _exchanges(job: Job, predictor: Predictor, options: argparse.Namespace) -> dict[str, Any]:
-    """Errors of unequal exchanges of two ranks."""
-    measured = _steps([str(part) for each in SPLITS for part in each], "exchanges", len(SPLITS), options)
-    equal = (equal_exchange(2.0 * np.array(each), np.full(2, 1.0 * sum(each)), job.table_ranks) for each in SPLITS)
-    sizes = [Collective("all_to_all", int(4 * size), 2, 2) for size in equal]
+    """Errors of unequal exchanges."""
+    ranks, near = job.table_ranks.num, job.table_ranks.per_node
+    splits = [[*[size] * (ranks - 1), size * ratio] for size, ratio in SPLITS]
+    measured = _steps([str(part) for each in splits for part in each], "exchanges", len(splits), options)
+    equal = (equal_exchange(1.0 * ranks * np.array(e), np.full(ranks, 1.0 * sum(e)), job.table_ranks) for e in splits)
+    sizes = [Collective("all_to_all", int(4 * size), ranks, near) for size in equal]
     predicted = predict(job, predictor).latency.collective_seconds(sizes)
     return {f"unequal exchanges, {words}": _errors(predicted, of(measured, axis=0)) for words, of in _MIDDLES}
 

@@ -113,9 +113,10 @@ def test_unequal_exchanges_take_as_long_as_equal_ones_of_the_largest_or_of_both_
     parts = np.array([1.0, 3.0])
     sent, received, two = 2 * parts, np.full(2, parts.sum()), Ranks(2, 2, 64)
     assert equal_exchange(sent, received, two) == 6.0
-    assert equal_exchange(sent, received, two._replace(duplex=False)) == 4.0
+    assert equal_exchange(sent, received, two._replace(two_way=1.0)) == 4.0
+    assert equal_exchange(sent, received, two._replace(two_way=0.5)) == pytest.approx(2 * (3 + 0.5 * 1) / 1.5)
     alike = np.full(8, 5.0)
-    assert equal_exchange(alike, alike, Ranks(8, 8, 64, duplex=False)) == pytest.approx(5.0)
+    assert equal_exchange(alike, alike, Ranks(8, 8, 64, two_way=0.7)) == pytest.approx(5.0)
 
 
 def test_stated_placements_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def test_models_of_the_study_share_tables_in_three_ways() -> None:
     whole, columns, mixed = recommendation.two_rank_jobs(3)
     kinds = [{row.kind for row in job.sharding.tables} for job in (whole, columns, mixed)]
     assert columns.sharding.rule == "column-wise" and kinds == [set(), set(), {"table-wise", "data-parallel"}]
-    assert whole.model == mixed.model and not whole.table_ranks.duplex
+    assert whole.model == mixed.model and whole.table_ranks.two_way == 1.0
 
 
 def test_steps_are_judged_by_a_predictor_of_other_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,10 +53,11 @@ def test_torchrecs_pipeline_trains_on_two_ranks(tmp_path: Path, monkeypatch: pyt
 
 
 def test_jobs_of_a_box_share_tables_over_its_nodes() -> None:
-    """Links carry both directions at once, as a core that copies for its neighbour does not."""
     whole, columns = recommendation.two_rank_jobs(3, box=read_box("4x1@400mbit"))
-    assert whole.table_ranks.num == 4 and whole.table_ranks.duplex and columns.sharding.pipelined
-    assert whole.batch.global_batch == 4 * whole.batch.micro_batch and whole.table_ranks.per_node == 1
+    assert (
+        whole.table_ranks.num == 4 and whole.table_ranks.two_way == pytest.approx(2 / 3) and columns.sharding.pipelined
+    )
+    assert whole.batch.global_batch == 4 * whole.batch.micro_batch
 
 
 def test_overheads_of_a_host_are_those_between_and_within_operators() -> None:
