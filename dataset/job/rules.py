@@ -52,7 +52,7 @@ class JobTables:
         near, links = min(self.cluster.devices_per_node, self.parallel.dp), self.fabric
         facts = hardware.find_hardware(self.cluster.hardware)
         memory = facts.memory_bandwidth_bytes_per_s * facts.memory_efficiency if facts else 2e12
-        # A core copies one after the other; of TCP, what is received slows what is sent (measured: dlrm.md).
+        # A core copies one after the other; of TCP, what is received slows what is sent (measured: recommendation.md).
         ranks, alone = self.parallel.dp, self.cluster.nodes == 1
         two_way = (1.0 if alone else ranks / max(1, 2 * ranks - 2)) if facts and facts.kind == "cpu" else 0.0
         return Ranks(

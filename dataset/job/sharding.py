@@ -293,6 +293,9 @@ def fullest_rank(tables: tuple[TableSpec, ...], spec: ShardingSpec, ranks: Ranks
     return f"rank {rank} has {each[rank] / 1e9:.1f} GB of tables, most in {largest}"
 
 
+BUFFERED_BYTES = 4e5  # that connections hold: fewer do not slow what comes the other way (fitted: recommendation.md)
+
+
 def equal_exchange(sent: Floats, received: Floats, ranks: Ranks) -> float:
     """Size of an exchange of equal parts that takes as long as one of unequal parts: of what each rank sends and
     receives, with what it keeps.
@@ -301,8 +304,9 @@ def equal_exchange(sent: Floats, received: Floats, ranks: Ranks) -> float:
         return float(sent.max())
     moved = 1.0 - 1.0 / ranks.num  # the rest is kept
     away, came = moved * sent, received - sent / ranks.num
-    longest = np.maximum(away, came) + ranks.two_way * np.minimum(away, came)
-    return float(longest.max() / (moved * (1.0 + ranks.two_way)))
+    held = BUFFERED_BYTES / ranks.sum_bytes if ranks.per_node < ranks.num else 0.0
+    beside = ranks.two_way * away.max() / max(away.max() + held, 1.0)
+    return float((np.maximum(away, came) + beside * np.minimum(away, came)).max() / (moved * (1.0 + beside)))
 
 
 def rank_tables(
