@@ -1,4 +1,4 @@
-"""Jobs against PyTorch itself: predicted peak memory, and programs captured from scripts.
+"""Predicted peak memory of jobs against PyTorch itself.
 
 The reference of memory is torch's ``MemTracker`` in training steps of the harness in a fake world: tensors are fake and
 messages go nowhere, but every storage is made and freed as in a real run.  Plain data parallelism is left out: DDP's
@@ -8,15 +8,8 @@ reducer reads data that fake tensors lack.
 from __future__ import annotations
 
 import argparse
-import fnmatch
-import json
-import math
-import re
-import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,20 +22,13 @@ from torch.distributed.pipelining import schedules as pipelines
 from torch.distributed.pipelining import stage as stages_of_pipelines
 from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
 
-from stepsight.dataset.base.errors import JobError, StepsightError
-from stepsight.dataset.capture.captured import collective_counts, compute_flops
-from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.harness.models import parallel
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.kinds.op import Collective
 from stepsight.experiments.reports.text_table import Column, table_of
 from stepsight.experiments.studies.study import Row, Study, cases, figures_text
-from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.memory import estimate_memory
-from stepsight.simulator.programs.lower import Lowered
-from stepsight.simulator.replay.captured_step import time_captured
-from stepsight.training.prediction.prediction import asked_predictor
 
 _MODEL = ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "tied_embeddings",
           "experts", "experts_per_token", "expert_ffn", "capacity_factor")  # fmt: skip
@@ -140,105 +126,3 @@ def run_memory(options: argparse.Namespace) -> tuple[Any, str]:
 
 
 MEMORY = Study("memory", cases("about")["memory"], run_memory)
-
-
-SCRIPT = Path(__file__).with_name("trained_job.py")
-CAPTURED_ON = "h100-sxm-80gb"
-Counts = Counter[tuple[str, int, int]]  # by kind, bytes and group size
-
-
-def strategies() -> dict[str, Row]:
-    """Sizes and degrees of every strategy, by name."""
-    found = cases("capture")
-    models: dict[str, Row] = found["models"]
-    return {name: {**models[re.split("[ ,]", name)[0]], **own} for name, own in found["strategies"].items()}
-
-
-def captured_job(values: Mapping[str, Any]) -> Job:
-    """A job from sizes and degrees."""
-    values = {"precision": "pure-bf16", **{key: value for key, value in values.items() if key != "autocast"}}
-    ranks = math.prod(values.get(key, 1) for key in ("tp", "pp", "dp"))
-    if values.get("pp", 1) > 1:  # as the harness runs pipelines: torch's runtime, gradients reduced after the schedule
-        values |= {"runtime": "torch", "overlap_grad_reduce": False}
-    cluster = {"hardware": CAPTURED_ON, "nodes": -(-ranks // 8), "devices_per_node": min(ranks, 8)}
-    return tracked_job(values, cluster=cluster, execution={"engine": "eager-pytorch"})
-
-
-def lowered_counts(lowered: Lowered, stage: int) -> tuple[Counts, float]:
-    """Collectives and FLOP of one rank of a stage."""
-    found: Counts = Counter()
-    flops, track = 0.0, lowered.track
-    for index in [*lowered.segment[track.stage == stage].tolist(), int(lowered.optimizer[stage])]:
-        segment = lowered.segments[index]
-        flops += segment.flops
-        for node, lost in zip(segment.program.nodes, segment.graph.taken, strict=True):
-            if isinstance(node.work, Collective) and not lost:
-                both = 2 if node.work.kind == "send_recv" else 1  # a rank of a ring sends one and receives one
-                found[node.work.kind, node.work.num_bytes, node.work.group_size] += both
-    for message, source, target in zip(lowered.message, track.source, track.target, strict=True):
-        if stage in (track.stage[source], track.stage[target]):
-            work = lowered.messages[message]
-            found[work.kind, work.num_bytes, work.group_size] += 1
-    return found, flops
-
-
-def compare(name: str, values: Mapping[str, Any]) -> Row:
-    """One strategy, lowered and captured."""
-    job = captured_job(values)
-    predictor = asked_predictor(job.cluster.hardware, None)
-    assert predictor is not None
-    latency = predictor.latency(job)
-    simulation = simulate(job, latency)
-    words = (json.dumps(job.to_dict()), *(["--autocast"] if values.get("autocast") else []))
-    asked = CaptureRequest(SCRIPT, words, job.cluster.num_devices, job.cluster.devices_per_node)
-    captured = capture(asked)
-    step = time_captured(captured.graphs, latency)
-    differences, flops, collectives = [], [], 0
-    for graph in captured.graphs:
-        stage = graph.rank // (job.cluster.num_devices // job.parallel.pp)
-        mine, lowered_flops = lowered_counts(simulation.lowered, stage)
-        theirs: Counts = Counter()
-        for row in collective_counts(graph):
-            theirs[row["kind"], row["num_bytes"], row["group_size"]] += row["count"]
-        flops.append(abs(lowered_flops / compute_flops(graph) - 1.0))
-        collectives += int(theirs.total())
-        differences += [
-            {"stage": stage, "kind": key[0], "num_bytes": key[1], "group_size": key[2], "lowered": mine[key],
-             "captured": theirs[key]}
-            for key in sorted(mine.keys() | theirs.keys())
-            if mine[key] != theirs[key]
-        ]  # fmt: skip
-    return {
-        "strategy": name,
-        "ranks": job.cluster.num_devices,
-        "captured_ranks": len(captured.graphs),
-        "collectives": collectives,
-        "differences": differences,
-        "flops_off_percent": 100.0 * max(flops),
-        "lowered_s": simulation.iteration_time_s,
-        "captured_s": step.iteration_time_s,
-        "time_off_percent": 100.0 * (simulation.iteration_time_s / step.iteration_time_s - 1.0),
-        "breakdowns": [simulation.breakdown, step.breakdown],
-    }
-
-
-def run_capture(options: argparse.Namespace) -> tuple[Any, str]:
-    """All strategies whose names match."""
-    rows = []
-    for name, values in strategies().items():
-        if fnmatch.fnmatch(name, options.only):
-            print(f"capturing {name}", file=sys.stderr)
-            rows.append(compare(name, values))
-    if not rows:
-        raise StepsightError(f"--only must match one of {', '.join(strategies())}, got {options.only!r:.80}")
-    keys = ("strategy", "ranks", "collectives")
-    columns: dict[str, str | Column] = {key: key for key in keys}
-    columns["differ"] = lambda row: len(row["differences"])
-    columns |= {"FLOP off, %": "flops_off_percent", "job ms": "lowered_s", "script ms": "captured_s"}
-    off = [abs(row["time_off_percent"]) for row in rows]
-    told = figures_text({"mean time off, %": float(np.mean(off)), "most": max(off), "strategies": len(rows)})
-    return {"rows": rows}, f"{table_of(rows, {**columns, 'time off, %': 'time_off_percent'}, 2)}\n\n{told}"
-
-
-_ONLY = {"--only": {"default": "*", "help": "strategies whose names match, as '*fsdp*'"}}
-CAPTURE = Study("capture", cases("about")["capture"], run_capture, _ONLY)

@@ -123,7 +123,7 @@ def experiment_command(
 
     Example:
 
-        stepsight experiment capture --only "*fsdp*"
+        stepsight experiment memory
     """
     from importlib import import_module
 
