@@ -8,7 +8,7 @@ import harness_jobs as jobs
 import pytest
 
 from stepsight.dataset.harness.base.errors import HarnessError
-from stepsight.dataset.harness.plan.plan_checks import check_plan, num_micro_batches, ranks_needed
+from stepsight.dataset.harness.plan.plan_checks import check_plan, job_problems, num_micro_batches, ranks_needed
 from stepsight.dataset.job.job import Job
 
 EVENTS = {
@@ -114,6 +114,8 @@ def test_what_the_harness_cannot_run_is_refused(changes: dict[str, Any], text: s
         ({"batch": {"precision": "fp8"}}, "precisions fp32, bf16, pure-bf16 and pure-fp16, got 'fp8'"),
         ({"batch": {"precision": "bf16"}}, 'execution.engine = "eager-pytorch" must say so'),
         ({"cluster": {"nodes": 2}}, r"tp \* pp \* dp must equal the number of devices"),
+        ({"model": {"lora_rank": 4, "lora_targets": ["qkv"]}}, r"model\.lora_rank = 0, got 4"),
+        ({"model": {**jobs.MIXTURE, "dense_layers": 1}}, r"model\.dense_layers = 0, got 1"),
         ({"optimizer": {"fused": False}}, r"optimizer\.fused = True, got False"),
     ],
 )
@@ -125,6 +127,38 @@ def test_a_job_that_is_none_is_refused(changes: dict[str, Any], text: str) -> No
     with pytest.raises(HarnessError, match=text) as caught:
         check_plan(jobs.plan([jobs.run("a", job)]))
     assert "\n" not in str(caught.value)
+
+
+# What the ranks read of a job, and what only counts with a value that is refused, or with experts.
+USED = {
+    "model": "name layers hidden heads kv_heads ffn vocab seq_len gated_mlp tied_embeddings experts experts_per_token "
+    "expert_ffn moe_every encoder_layers encoder_seq_len fused_attention",
+    "parallel": "tp cp pp ep dp sequence_parallel zero_stage bucket_mbytes overlap_grad_reduce virtual_stages",
+    "batch": "micro_batch global_batch",
+    "optimizer": "",
+}
+WITHOUT_EFFECT = {
+    "model": "q_lora_rank kv_lora_rank rope_head_dim v_head_dim patch_dim tables dense_features bottom_mlp top_mlp "
+    "interaction cross_layers cross_rank lora_targets lora_dropout capacity_factor",
+    "parallel": "expert_tp",
+    "batch": "fp8_parameters fp8_attention fp8_activations",
+}
+
+
+def changed(value: Any) -> Any:
+    other = {bool: not value, str: "another", tuple: ["another"]}
+    return other.get(type(value), value + 1 if isinstance(value, int | float) else True)
+
+
+@pytest.mark.parametrize("section", USED)
+@pytest.mark.parametrize("model", [{}, jobs.LLAMA, jobs.T5, jobs.MIXTURE], ids=["gpt", "llama", "t5", "mixture"])
+def test_every_field_of_a_job_is_used_or_refused(section: str, model: dict[str, Any]) -> None:
+    """A run that ignores a field would be measured as another job."""
+    job = Job.from_dict(jobs.job(model, dp=2)).to_dict()
+    assert not job_problems(job)
+    others = {key: {**job[section], key: changed(value)} for key, value in job[section].items()}
+    quiet = {key for key, other in others.items() if not job_problems({**job, section: other})}
+    assert quiet <= {*f"{USED[section]} {WITHOUT_EFFECT.get(section, '')}".split()}
 
 
 @pytest.mark.parametrize(
