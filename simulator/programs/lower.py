@@ -50,6 +50,7 @@ class Lowered:
     meets: Ints  # stages with equal numbers start their optimizers together, shape (num_stages,)
     track: Track  # the schedule's actions, and the messages between stages, in one order that can run
     message: Ints  # index into messages of each of the track's, shape (num_messages,)
+    shape: RankShape
     parts: tuple[sizes.PartShape, ...]  # parts of the model in its order
     semantics: ExecutionSemantics  # of what executes the job
 
@@ -110,12 +111,19 @@ BACKWARD_OVER_FORWARD = 2.0  # gradients of the input and of the weights
 def iteration_flops(lowered: Lowered) -> tuple[float, float]:
     """FLOP of an iteration, needed by the model and executed (with recomputation): of one rank of each stage, summed
     over stages.
+
+    A step needs no gradient of frozen weights, and none of an input before which nothing is trained (an image's too).
     """
     flops = np.array([segment.flops for segment in lowered.segments])
-    done = float(flops[lowered.segment].sum())
-    forward = float(flops[lowered.segment[lowered.track.kind == FORWARD]].sum())
-    # If the gradient of an input is not needed (the patches of an image), the model needs less.
-    return min((1.0 + BACKWARD_OVER_FORWARD) * forward, done), done
+    units = [unit for part in lowered.parts for unit in part_units(lowered.shape, part)]
+    needed = 0.0  # of a micro-batch
+    for times, step in [(unit.times, step) for unit in units for step in unit.block]:
+        forward, backward = (
+            sum(item.flops for item in items if isinstance(item, Op) and item.record.bound == "compute")
+            for items in (step.forward, step.full_backward)
+        )
+        needed += times * (forward + min(BACKWARD_OVER_FORWARD * forward, backward))
+    return needed * lowered.num_micro_batches, float(flops[lowered.segment].sum())
 
 
 class _Asked(NamedTuple):
@@ -175,7 +183,7 @@ def _lower(asked: _Asked) -> Lowered:
     habits = OptimizerHabits(form, asked.optimizer == "adamw", overlap.reads_norm, asked.semantics.states)
     rank = shape, parts, asked.layout
     work, after_part = rank_work(rank, replicas, asked.recompute, habits, placement_of(track), passes_of(track))
-    return Lowered(*work, track, message_kinds(track, after_part), parts, asked.semantics)
+    return Lowered(*work, track, message_kinds(track, after_part), shape, parts, asked.semantics)
 
 
 @cached(512)

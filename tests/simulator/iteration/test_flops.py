@@ -1,5 +1,7 @@
 """Work of an iteration against the published formulas."""
 
+from typing import Any
+
 import pytest
 
 from stepsight.dataset.hardware.hardware import Hardware
@@ -29,6 +31,41 @@ def test_recomputation_is_done_but_not_needed(make_job: JobMaker, gpu: Hardware)
     vocabulary = 2 * 4 * 32 * 256 * 64  # the head is not repeated
     assert same == needed
     assert more - done == pytest.approx(needed / 3 - vocabulary)
+
+
+LORA = {"family": "llama", "lora_rank": 4, "lora_targets": ("qkv", "proj")}
+
+
+@pytest.mark.parametrize("model", [{"family": "gpt"}, LORA, {"family": "vit", "patch_dim": 48}])
+@pytest.mark.parametrize("modules", [(), ("core_attn",), ("mlp",)])
+@pytest.mark.parametrize("strategy", [{}, {"pp": 2}])
+def test_no_model_needs_recomputation(
+    make_job: JobMaker, gpu: Hardware, model: dict[str, Any], modules: tuple[str, ...], strategy: dict[str, int]
+) -> None:
+    """Of frozen weights the gradient of the input alone is needed: less than three forward passes."""
+    again: dict[str, Any] = (
+        {"recompute": "selective", "recompute_modules": modules} if modules else {"recompute": "full"}
+    )
+    (needed, done), (same, more) = (
+        iteration_flops(lower(make_job(model=model, micro_batches=4, precision="bf16", **strategy, **how), gpu))
+        for how in ({}, again)
+    )
+    assert same == needed <= done <= more
+
+
+def test_frozen_weights_need_no_gradient(make_job: JobMaker, gpu: Hardware) -> None:
+    """By hand, of a token of a layer: products twice, adapters and attention three times; what lies before the first
+    adapter once."""
+    job = make_job(model=LORA, micro_batches=1)
+    model, tokens = job.model, job.batch.micro_batch * job.model.seq_len
+    kv = 2 * model.kv_heads * model.head_size
+    qkv, others = model.hidden * (model.hidden + kv), model.hidden * (model.hidden + 3 * model.ffn)
+    adapters = 4 * (model.hidden + model.hidden + kv) + 4 * 2 * model.hidden
+    attention = model.seq_len * model.hidden  # both products, half of the pairs
+    layer = 2 * (qkv + others) + 3 * (adapters + attention)
+    first = qkv + 4 * model.hidden  # no gradient of its input, nor through the first adapter to it
+    whole = 2 * tokens * (model.layers * layer - first + 2 * model.hidden * model.vocab)
+    assert iteration_flops(lower(job, gpu))[0] == pytest.approx(whole)
 
 
 def test_latent_attention_counts(make_job: JobMaker, gpu: Hardware) -> None:
