@@ -363,7 +363,7 @@ LORA_OF_NEMO = """\
 """
 
 
-@pytest.mark.parametrize(("scheme", "rank"), [("lora", 16), ("adapter", 0), ("null", 0)])
+@pytest.mark.parametrize(("scheme", "rank"), [("lora", 16), ("null", 0), ("none", 0)])
 def test_nemo_states_adapters(scheme: str, rank: int, tmp_path: Path) -> None:
     """The table of LoRA counts where it is the scheme."""
     found = read(tmp_path, {"megatron_gpt_config.yaml": NEMO + LORA_OF_NEMO.format(scheme=scheme)})
@@ -380,6 +380,54 @@ def test_megatron_bridge_states_adapters(tmp_path: Path) -> None:
     found = read(tmp_path, {"run.yaml": BRIDGE + peft})
     assert found.job.model.lora_targets == ("qkv", "proj", "fc1", "fc2")
     assert found.job.model.lora_rank == 32 and any("peft.alpha" in text for text in found.ignored)
+
+
+_PEFT = "peft: {dim: 16, target_modules: [linear_qkv], "
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("n.yaml", NEMO + LORA_OF_NEMO.format(scheme="qlora"), "model.peft.peft_scheme qlora"),
+        ("n.yaml", NEMO + LORA_OF_NEMO.format(scheme="ptuning"), "model.peft.peft_scheme ptuning"),
+        ("n.yaml", NEMO + LORA_OF_NEMO.format(scheme="lora,adapter"), "model.peft.peft_scheme lora,adapter"),
+        (
+            "n.yaml",
+            NEMO + LORA_OF_NEMO.format(scheme="lora").replace("{", "{variant: canonical, "),
+            "variant canonical",
+        ),
+        ("n.yaml", NEMO + LORA_OF_NEMO.format(scheme="lora").replace("{", "{layer_selection: [1], "), "selection 1"),
+        ("n.yaml", NEMO + LORA_OF_NEMO.format(scheme="lora").replace("{", "{weight_tying: true, "), "tying true"),
+        ("b.yaml", BRIDGE + _PEFT + "_target_: megatron.bridge.peft.dora.DoRA}", "peft._target_ megatron.*DoRA"),
+        ("b.yaml", BRIDGE + _PEFT + "_target_: megatron.bridge.peft.canonical_lora.CanonicalLoRA}", "CanonicalLoRA"),
+        ("b.yaml", BRIDGE + _PEFT + "exclude_modules: ['*.0.*']}", "peft.exclude_modules"),
+        ("t.toml", TITAN.replace('"float8"', '"lora"') + "[lora]\nrank = 8\n", r"model\.converters \['lora'\]"),
+    ],
+)
+def test_adapters_of_other_kinds_are_refused(name: str, text: str, words: str, tmp_path: Path) -> None:
+    """What is trained decides memory and time: it is not left out."""
+    with pytest.raises(ValueError, match=f"state model.lora_rank, .*got .*{words}") as caught:
+        read(tmp_path, {name: text})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "targets"),
+    [
+        ("n.yaml", NEMO + "  peft: {peft_scheme: lora}\n", ["qkv"]),
+        ("b.yaml", BRIDGE + "peft: {_target_: megatron.bridge.peft.lora.LoRA}\n", ["qkv", "proj", "fc1", "fc2"]),
+        ("b.yaml", BRIDGE + "peft: {target_modules: [linear_qkv]}\n", ["qkv"]),
+        ("b.yaml", BRIDGE + "peft: {dim: 32}\n", ["qkv", "proj", "fc1", "fc2"]),
+    ],
+)
+def test_settings_of_adapters_have_the_frameworks_defaults(
+    name: str, text: str, targets: list[str], tmp_path: Path
+) -> None:
+    found = read(tmp_path, {name: text})
+    model = found.job.model
+    assert (model.lora_rank, list(model.lora_targets), model.lora_dropout) == (32, targets, 0.0)
+    assert {"model.lora_rank", "model.lora_targets"} - {*found.mapped} <= {*found.assumed}
+    assert read(tmp_path, {"none.yaml": BRIDGE + "peft: null\n"}).job.model.lora_rank == 0
 
 
 _SYNC = "overlap_grad_sync: true, overlap_param_sync: true, bucket_cap_mb: 75, ddp_bucket_size: null"
