@@ -260,18 +260,26 @@ def _experts(rules: Rules, job: JobTables) -> None:
 
 
 def _adapters(rules: Rules, job: JobTables) -> None:
-    m, targets = job.model, {*job.model.lora_targets}
-    stated = f"{m.lora_rank}, {list(m.lora_targets)} and {m.lora_dropout} with family {m.family!r:.40}"
-    rules.require(
-        0 <= m.lora_dropout < 1 and (bool(m.lora_rank) == bool(targets) if m.family != "dlrm" else not m.lora_rank),
-        f"adapters of transformers have model.lora_rank > 0, lora_targets and a lora_dropout in [0, 1), got {stated}",
-    )
+    m, stated, rank = job.model, list(job.model.lora_targets), f"model.lora_rank {job.model.lora_rank}"
+    rules.require(0 <= m.lora_dropout < 1, f"model.lora_dropout must be in [0, 1), got {m.lora_dropout}")
+    if not m.lora_rank or m.family == "dlrm":
+        rules.require(not m.lora_rank, f"adapters are for transformers, got {rank} with family 'dlrm'")
+        rules.require(not stated, f"model.lora_targets need model.lora_rank > 0 of a transformer, got {stated}")
+        return
+    rules.require(bool(stated), f"adapters need model.lora_targets, got [] with {rank}")
+    heads, keys, ffn = m.heads * m.head_size, m.kv_heads * m.head_size, m.ffn * (1 + bool(m.gated_mlp))
+    values = m.heads * (m.v_head_dim or m.head_size)
+    sides = {"qkv": heads + 2 * keys, "q": heads, "k": keys, "v": keys, "proj": values, "fc1": ffn}
+    narrow = [t for t in m.lora_targets if m.lora_rank > min(m.hidden, sides.get(t, m.ffn))]
+    rules.require(not narrow, f"{rank} must be at most the smaller side of its matrix, got more with {narrow}")
     rules.divides(job.parallel.tp, "parallel.tp", m.lora_rank, "model.lora_rank")
     missing = {"qkv", "q", "k", "v"} if m.attention == "mla" else set[str]()
     missing |= {"fc1", "fc2", "gate", "up"} if m.experts else set() if m.gated_mlp else {"gate", "up"}
-    parts = {part for target in targets for part in specs.LORA_TARGETS[target]}
-    for target in sorted(targets & (missing | parts)):
-        why = "is part of another one" if target in parts else "is not in this model (mla, experts or no gate)"
+    parts = {part for target in stated for part in specs.LORA_TARGETS[target]}
+    twice = {target for target in stated if stated.count(target) > 1}
+    for target in sorted({*stated} & (missing | parts | twice)):
+        known = "is part of another one" if target in parts else "is not in this model (mla, experts or no gate)"
+        why = "is there twice" if target in twice else known
         rules.append(f"model.lora_targets must name linears of the model once: {target!r} {why}")
 
 

@@ -111,9 +111,11 @@ def test_what_goes_together(model: dict[str, Any], parallel: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        ({"lora_rank": 8}, "adapters of transformers have model.lora_rank > 0"),
-        ({"lora_targets": ["qkv"]}, "adapters of transformers have model.lora_rank > 0"),
-        ({"lora_rank": 8, "lora_targets": ["qkv"], "lora_dropout": 1.0}, r"a lora_dropout in \[0, 1\)"),
+        ({"lora_rank": 8}, r"adapters need model.lora_targets, got \[\] with model.lora_rank 8$"),
+        ({"lora_targets": ["qkv"]}, r"model.lora_targets need model.lora_rank > 0 of a transformer, got \['qkv'\]$"),
+        ({"lora_rank": 8, "lora_targets": ["qkv"], "lora_dropout": 1.0}, r"lora_dropout must be in \[0, 1\), got 1.0$"),
+        ({"lora_rank": 8, "lora_targets": ["qkv", "qkv"]}, "'qkv' is there twice$"),
+        ({"lora_rank": 4096, "lora_targets": ["qkv"]}, r"at most the smaller side of its matrix, .*\['qkv'\]"),
         ({"lora_rank": 8, "lora_targets": ["qkv", "q"]}, "'q' is part of another one"),
         ({"lora_rank": 8, "lora_targets": ["fc1"], **MIXTURE}, "'fc1' is not in this model"),
         ({"lora_rank": 8, "lora_targets": ["up"], "gated_mlp": False}, "'up' is not in this model"),
