@@ -150,6 +150,7 @@ CONFIG_FORMATS: Registry[ConfigFormat] = Registry(
         "torchrec": ConfigFormat(write=recommendation.write_plan, families=("dlrm",)),
         "maxtext": ConfigFormat(_with("maxtext"), maxtext.read, maxtext.write, _DECODERS),
         "huggingface": ConfigFormat(_with("huggingface"), huggingface.read, huggingface.write, _TRANSFORMERS),
+        "peft": ConfigFormat(_with("peft"), huggingface.read_adapters),
         "accelerate": ConfigFormat(_with("accelerate"), accelerate.read, accelerate.write),
         "training-arguments": ConfigFormat(_with("training-arguments"), accelerate.read_training),
         "deepspeed": ConfigFormat(_with("deepspeed"), accelerate.read_deepspeed, accelerate.write_deepspeed),

@@ -54,6 +54,16 @@ def read(file: ConfigFile, draft: Draft) -> None:
     read_rows(ROWS, Reading(draft, stated, default=f"the default of {kind}", defaults=left_out))
 
 
+def read_adapters(file: ConfigFile, draft: Draft) -> None:
+    """Fill the adapters of a draft from PEFT's ``adapter_config.json``."""
+    stated = {key: None if value in ([], {}) else value for key, value in file.tables.items()}
+    words, known = stated.get("target_modules") or [], facts()["lora"]["peft"]
+    words = [words] if isinstance(words, str) else words
+    targets = [target for word in words for target in known.get(str(word), str(word)).split()]
+    values, default = {**stated, "target_modules": targets or None}, "PEFT's default"
+    read_rows(rows_of("huggingface", globals(), "adapters"), Reading(draft, values, default=default, stated=stated))
+
+
 def write(job: Job) -> ConfigText:
     """Write the model of a job as ``config.json``."""
     kind, name, own = _class_of(job)

@@ -202,9 +202,6 @@ def _write_batch(view: JobView) -> None:
 def _read_precision(reading: Reading) -> None:
     converters, old = reading.take("model.converters"), reading.flag("float8.enable_float8_linear")
     names = [str(name) for name in (converters if isinstance(converters, list) else [converters])]
-    if any("lora" in name.lower() for name in names):
-        rule = "leave out LoRA, and state model.lora_rank, lora_targets and lora_dropout"
-        raise JobError(f"adapters of torchtitan are not read: {rule}, got model.converters {names}")
     if old or any("float8" in name for name in names):
         reading.map("batch.precision", "fp8")
         reading.assume("batch.fp8_scaling", "dynamic", "torchao scales by what tensors hold")

@@ -267,20 +267,21 @@ def _adapters(rules: Rules, job: JobTables) -> None:
         rules.require(not stated, f"model.lora_targets need model.lora_rank > 0 of a transformer, got {stated}")
         return
     rules.require(bool(stated), f"adapters need model.lora_targets, got [] with {rank}")
-    heads, keys, ffn = m.heads * m.head_size, m.kv_heads * m.head_size, m.ffn * (1 + bool(m.gated_mlp))
-    values = m.heads * (m.v_head_dim or m.head_size)
-    sides = {"qkv": heads + 2 * keys, "q": heads, "k": keys, "v": keys, "proj": values, "fc1": ffn}
+    heads, keys = m.heads * (m.v_head_dim or m.head_size), m.kv_heads * m.head_size
+    ffn = 2 * m.ffn if m.gated_mlp else m.ffn
+    sides = {"qkv": heads + 2 * keys, "q": heads, "k": keys, "v": keys, "proj": heads, "fc1": ffn}
     narrow = [t for t in m.lora_targets if m.lora_rank > min(m.hidden, sides.get(t, m.ffn))]
     rules.require(not narrow, f"{rank} must be at most the smaller side of its matrix, got more with {narrow}")
     rules.divides(job.parallel.tp, "parallel.tp", m.lora_rank, "model.lora_rank")
     missing = {"qkv", "q", "k", "v"} if m.attention == "mla" else set[str]()
     missing |= {"fc1", "fc2", "gate", "up"} if m.experts else set() if m.gated_mlp else {"gate", "up"}
     parts = {part for target in stated for part in specs.LORA_TARGETS[target]}
-    twice = {target for target in stated if stated.count(target) > 1}
-    for target in sorted({*stated} & (missing | parts | twice)):
-        known = "is part of another one" if target in parts else "is not in this model (mla, experts or no gate)"
-        why = "is there twice" if target in twice else known
-        rules.append(f"model.lora_targets must name linears of the model once: {target!r} {why}")
+    for wrong, why in (
+        ({target for target in stated if stated.count(target) > 1}, "is there twice"),
+        (parts & {*stated}, "is part of another one"),
+        (missing & {*stated}, "is not in this model (mla, experts or no gate)"),
+    ):
+        rules += [f"model.lora_targets must name linears of the model once: {name!r} {why}" for name in sorted(wrong)]
 
 
 def _pipeline(rules: Rules, job: JobTables) -> None:

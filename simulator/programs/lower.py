@@ -105,9 +105,6 @@ def signatures(job: Job, hardware: Hardware) -> tuple[set[Op], set[Collective]]:
     return {w for w in works if isinstance(w, Op)}, {w for w in works if isinstance(w, Collective)}
 
 
-BACKWARD_OVER_FORWARD = 2.0  # gradients of the input and of the weights
-
-
 def iteration_flops(lowered: Lowered) -> tuple[float, float]:
     """FLOP of an iteration, needed by the model and executed (with recomputation): of one rank of each stage, summed
     over stages.
@@ -122,7 +119,7 @@ def iteration_flops(lowered: Lowered) -> tuple[float, float]:
             sum(item.flops for item in items if isinstance(item, Op) and item.record.bound == "compute")
             for items in (step.forward, step.full_backward)
         )
-        needed += times * (forward + min(BACKWARD_OVER_FORWARD * forward, backward))
+        needed += times * (forward + min(2.0 * forward, backward))  # gradients of input and weights
     return needed * lowered.num_micro_batches, float(flops[lowered.segment].sum())
 
 

@@ -401,7 +401,11 @@ _PEFT = "peft: {dim: 16, target_modules: [linear_qkv], "
         ("b.yaml", BRIDGE + _PEFT + "_target_: megatron.bridge.peft.dora.DoRA}", "peft._target_ megatron.*DoRA"),
         ("b.yaml", BRIDGE + _PEFT + "_target_: megatron.bridge.peft.canonical_lora.CanonicalLoRA}", "CanonicalLoRA"),
         ("b.yaml", BRIDGE + _PEFT + "exclude_modules: ['*.0.*']}", "peft.exclude_modules"),
-        ("t.toml", TITAN.replace('"float8"', '"lora"') + "[lora]\nrank = 8\n", r"model\.converters \['lora'\]"),
+        (
+            "t.toml",
+            TITAN.replace('"float8"', '"float8", "lora"') + "[lora]\nrank = 8\n",
+            r"model\.converters float8 lora",
+        ),
     ],
 )
 def test_adapters_of_other_kinds_are_refused(name: str, text: str, words: str, tmp_path: Path) -> None:
@@ -428,6 +432,29 @@ def test_settings_of_adapters_have_the_frameworks_defaults(
     assert (model.lora_rank, list(model.lora_targets), model.lora_dropout) == (32, targets, 0.0)
     assert {"model.lora_rank", "model.lora_targets"} - {*found.mapped} <= {*found.assumed}
     assert read(tmp_path, {"none.yaml": BRIDGE + "peft: null\n"}).job.model.lora_rank == 0
+
+
+_OF_PEFT = {"peft_type": "LORA", "r": 16, "target_modules": ["q_proj", "o_proj", "down_proj"], "lora_dropout": 0.05,
+            "bias": "none", "lora_alpha": 32, "modules_to_save": None, "rank_pattern": {},
+            "exclude_modules": []}  # fmt: skip
+
+
+def test_peft_states_adapters(tmp_path: Path) -> None:
+    found = read(tmp_path, {"config.json": LLAMA, "adapter_config.json": _OF_PEFT})
+    model = found.job.model
+    assert (model.lora_rank, model.lora_targets, model.lora_dropout) == (16, ("q", "proj", "fc2"), 0.05)
+    assert any("lora_alpha" in text for text in found.ignored)
+    found = read(tmp_path, {"config.json": LLAMA, "adapter_config.json": {"peft_type": "LORA"}})
+    assert (found.assumed["model.lora_rank"], found.job.model.lora_targets) == (8, ("q", "v"))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"peft_type": "IA3"}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"bias": "all"},
+              {"rank_pattern": {"q_proj": 4}}, {"layers_to_transform": [1]}]
+)  # fmt: skip
+def test_other_adapters_of_peft_are_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"state model.lora_rank, .*got {next(iter(wrong))}"):
+        read(tmp_path, {"config.json": LLAMA, "adapter_config.json": {**_OF_PEFT, **wrong}})
 
 
 _SYNC = "overlap_grad_sync: true, overlap_param_sync: true, bucket_cap_mb: 75, ddp_bucket_size: null"
