@@ -291,6 +291,9 @@ def _8b(attn_backend):
 configs = {"8B": _8b}
 """
     (tmp_path / "__init__.py").write_text(code)
+    lora = registry.replace("Float8LinearConverter", "LoRAConverter")
+    with pytest.raises(ValueError, match=r"adapters of torchtitan are not read; .*got model\.converters lora"):
+        read(tmp_path, {"config_registry.py": lora}, Given(pick="llama3_8b_float8"))
     job = read(tmp_path, {"config_registry.py": registry}, Given(pick="llama3_8b_float8")).job
     assert num_parameters(job.model) == pytest.approx(8.03, rel=3e-3)
     assert (job.batch.micro_batch, job.batch.precision, job.parallel.dp, job.parallel.recompute) == (
