@@ -132,16 +132,20 @@ class Timer:
         """A segment at op level; ``carried``: with the host's own clock."""
         known = self._ops.get((segment, slowdown, carried))
         if known is None:
-            launches = self.launch_seconds(segment.works)[segment.graph.work]
+            launches = self.launch_seconds(segment.works, slowdown)[segment.graph.work]
             known = time_ops(segment, self.node_seconds(segment, slowdown), launches, carried=carried)
             self._ops[segment, slowdown, carried] = known
         return known
 
-    def launch_seconds(self, works: Sequence[Work]) -> engine.Floats:
-        """The host's launch time of one of each beside the device, shape ``(len(works),)``."""
+    def launch_seconds(self, works: Sequence[Work], slowdown: Slowdown) -> engine.Floats:
+        """The slowest host's launch time of one of each beside the device, shape ``(len(works),)``."""
         if not self._hardware.has_host or self._calls.blocking:
             return np.zeros(len(works))
-        return np.array([self._hardware.launch_s(work, self._calls) for work in works], dtype=np.float64)
+        return self._launched(works, slowdown)
+
+    def _launched(self, works: Sequence[Work], slowdown: Slowdown) -> engine.Floats:
+        hosts = [*([self._hardware] if slowdown.compute else []), *(other.hardware for other, _ in slowdown.others)]
+        return np.array([max(host.launch_s(work, self._calls) for host in hosts) for work in works], dtype=np.float64)
 
     def node_seconds(self, segment: Segment, slowdown: Slowdown = AS_IT_IS) -> engine.Floats:
         """Seconds of every node of a segment's program in its context, shape ``(num_nodes,)``."""
@@ -159,7 +163,7 @@ class Timer:
         """Seconds of each signature alone on slower ranks."""
         seconds = self.work_seconds(works)
         if self._calls.blocking:  # the device waits for each launch
-            seconds = seconds + [self._hardware.launch_s(work, self._calls) for work in works]
+            seconds = seconds + self._launched(works, slowdown)
         if slowdown is AS_IT_IS:
             return seconds
         is_op = np.array([isinstance(work, Op) for work in works], dtype=np.bool_)
@@ -173,7 +177,7 @@ class Timer:
         known = self._passages.get((passage, slowdown))
         if known is None:
             seconds = self._slowed(passage.works, slowdown)[passage.columns.work] * passage.columns.share
-            launches = self.launch_seconds(passage.works)[passage.columns.work] * passage.columns.launched
+            launches = self.launch_seconds(passage.works, slowdown)[passage.columns.work] * passage.columns.launched
             known = _time_passage(passage, seconds, launches)
             self._passages[passage, slowdown] = known
         return known
@@ -227,7 +231,7 @@ class Timer:
             np.array(places, dtype=np.int64),
             np.array([row[passage] for segment in segments for passage in segment.passages], dtype=np.int64),
             (self.work_seconds(works) * _across(works, slowdown.data))[of_segments],
-            self.launch_seconds(works)[of_segments],
+            self.launch_seconds(works, slowdown)[of_segments],
             np.array([segment.compute_share for segment in segments], dtype=np.float64),
         )
         starts = len(engine.STARTS) if carried and self._hardware.has_host else engine.NUM_CLOCKS
