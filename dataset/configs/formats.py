@@ -109,7 +109,8 @@ def _with(name: str) -> Callable[[ConfigFile], bool]:
 
 def _read_job(file: ConfigFile, draft: Draft) -> None:
     """Map all keys that a job file states; what follows from them is assumed, and defaults are left out."""
-    job = Job.from_file(file.path)
+    given = {key: value for key, value in file.given.values.items() if key in DEFAULTS}
+    job = Job.from_file(file.path, given=given)
     draft.framework, told = job.framework, asdict(job)
     told["model"]["vocab"] = job.own_vocab[0]  # as its framework has it before it pads
     for key, default in DEFAULTS.items():

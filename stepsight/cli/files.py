@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -140,16 +140,9 @@ class JobOptions:
         for path in paths:
             refuse_program(path)
         if len(paths) == 1 and is_job_file(paths[0]):
-            job = Job.from_file(paths[0], self.framework, given)
-            hardware, fabric = self.hardware or job.cluster.hardware, job.cluster.fabric
-            if fabric and hardware != job.cluster.hardware and "cluster.fabric" not in given:
-                told = f"the usual fabric of {hardware} replaces the job's own; --set cluster.fabric=NAME states one"
-                typer.echo(printable(f"{paths[0]}: {told}"), err=True)
-                fabric = ""
-            cluster = replace(job.cluster, hardware=hardware, nodes=nodes or job.cluster.nodes, fabric=fabric)
-            same = cluster.num_devices == job.cluster.num_devices
-            parallel = job.parallel if same else replace(job.parallel, dp=0, dp_shard=0)
-            return job if cluster == job.cluster else replace(job, cluster=cluster, parallel=parallel)
+            return Job.from_file(
+                paths[0], self.framework, {**given, **moved_keys(paths[0], given, self.hardware, nodes)}
+            )
         stated = {"cluster.hardware": self.hardware, "cluster.nodes": nodes, "framework": self.framework}
         return read_configs(paths, Given(values={**given, **{key: value for key, value in stated.items() if value}}))
 
@@ -166,6 +159,29 @@ class MovedJobOptions(JobOptions):
 
     def read(self, path: Path | Sequence[Path], nodes: int | None = None) -> Job:
         return super().read(path, self.nodes)
+
+
+def moved_keys(path: Path, given: dict[str, Any], hardware: str, nodes: int | None) -> dict[str, Any]:
+    """Keys of a job file that ``--hardware`` and ``--nodes`` replace, with the replicas and the links that follow."""
+    from stepsight.dataset.base.files import read_document
+    from stepsight.dataset.hardware.hardware import canonical_hardware
+
+    document = read_document(path, f"job file {path}")
+    cluster = document.get("cluster") if isinstance(document, dict) else None
+    stated = dict(cluster) if isinstance(cluster, dict) else {}
+    stated |= {key.removeprefix("cluster."): value for key, value in given.items() if key.startswith("cluster.")}
+    moved: dict[str, Any] = {"cluster.nodes": nodes} if nodes else {}
+    if nodes and nodes != stated.get("nodes", 1):
+        moved |= {key: 0 for key in ("parallel.dp", "parallel.dp_shard") if key not in given}
+    if hardware:
+        moved["cluster.hardware"] = hardware
+        own = stated.get("hardware", "")
+        same = canonical_hardware(hardware) == (canonical_hardware(own) if isinstance(own, str) else own)
+        if stated.get("fabric") and not same and "cluster.fabric" not in given:
+            told = f"the usual fabric of {hardware} replaces the job's own; --set cluster.fabric=NAME states one"
+            typer.echo(printable(f"{path}: {told}"), err=True)
+            moved["cluster.fabric"] = ""
+    return moved
 
 
 def refuse_program(path: Path) -> None:

@@ -157,3 +157,26 @@ def test_an_empty_option_is_refused() -> None:
     for option in ("--date", "--container", "--framework", "--hardware", "--baseline"):
         refused = run.invoke(app, ["predict", str(EXAMPLES / "gpt3-175b-1024.toml"), option, ""])
         assert f"{option} must not be empty, got ''" in str(refused.exception)
+
+
+def _asked(*words: str) -> Job:
+    done = run.invoke(app, ["job", *words, "--json"])
+    assert done.exit_code == 0, done.exception
+    return Job.from_dict(json.loads(done.stdout)["job"])
+
+
+@pytest.mark.parametrize("nodes", ["1", "64"])
+def test_nodes_fill_what_the_file_leaves_open(nodes: str) -> None:
+    file = str(EXAMPLES / "dlrm-dcnv2-64h100.toml")
+    job = _asked(file, "--nodes", nodes)
+    assert job == _asked(file, "--set", f"cluster.nodes={nodes}")
+    assert job.num_micro_batches == 1 and job.parallel.dp == 8 * int(nodes)
+
+
+def test_nodes_adapt_replicas_of_the_file_but_not_those_that_are_set() -> None:
+    file = str(EXAMPLES / "gpt3-175b-1024.toml")
+    assert _asked(file, "--nodes", "64").parallel.dp == 4
+    assert _asked(file, "--nodes", "64", "--set", "parallel.dp=4", "--set", "batch.global_batch=96").parallel.dp == 4
+    done = run.invoke(app, ["job", file, "--nodes", "64", "--set", "parallel.dp=8"])
+    assert done.exit_code and "must equal the number of devices" in str(done.exception)
+    assert _asked(file, "--hardware", "H100").cluster.hardware == "h100-sxm-80gb"
