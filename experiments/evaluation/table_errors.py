@@ -26,6 +26,7 @@ from stepsight.training.collectives.between_nodes import link_doubts
 from stepsight.training.collectives.collective_models import label_of
 from stepsight.training.corrections.corrector import rows_by
 from stepsight.training.fitting.own_table import family_figures, shape_of, trained_on
+from stepsight.training.measured.planning import trained_names
 from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.shipped.catalogue import RECIPES
@@ -304,8 +305,10 @@ def judge_collection(path: Path, predictor: Predictor | str | None = None) -> di
     """
     rows, skipped = list[dict[str, Any]](), Counter[str]()
     manifest = predictor.manifest if isinstance(predictor, Predictor) else {}
-    for run in read_collection(path):
-        if not run.whole or run.name in manifest.get("runs", ()):
+    found_runs = read_collection(path)
+    trained = trained_names(manifest, found_runs)
+    for run in found_runs:
+        if not run.whole or run.name in trained:
             skipped["the predictor was trained on it" if run.whole else "it stands for a part of a job"] += 1
             continue
         try:

@@ -114,7 +114,7 @@ def runnable(jobs: Sequence[Job], most: int | None, box: Box | None) -> tuple[di
             not_run[job.name] = str(error)
             continue
         if name in held:
-            not_run[f"{job.name} (again)"] = "differs from another strategy in nothing that a run's name tells"
+            not_run[f"{job.name} (again)"] = "the harness runs it as it runs another strategy"
             continue
         held[name] = job
     return held, not_run

@@ -23,7 +23,7 @@ from stepsight.training.measured import imported_facts
 from stepsight.training.measured import measured as training_data
 from stepsight.training.measured.imported_ops import ImportedSegments, learn_host_calls
 from stepsight.training.measured.measured import MeasuredRun, Profile
-from stepsight.training.measured.planning import predict_run
+from stepsight.training.measured.planning import job_digest, predict_run, trained_names
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.regression.regressor import UNKNOWN
 from stepsight.training.tracking.tracking import begin_training, tracked
@@ -197,6 +197,7 @@ def _manifest(
         "data_digests": data,
         "collections": [str(path.resolve()) for path in collections],
         "runs": [run.manifest.name for run in runs],
+        "jobs": sorted({job_digest(run.job, run.compiled) for run in (run.manifest for run in runs) if run.whole}),
         "compiled": any(run.manifest.compiled for run in runs),
         "num_ops": len(profile.ops),
         "num_collectives": len(profile.collectives),
@@ -213,8 +214,8 @@ def _manifest(
 def _compared(predictor: Predictor, folders: Sequence[Path], champion: Predictor) -> tuple[float, float] | None:
     """Errors of a predictor and of the champion on held-out runs, else on the same runs held out in turn."""
     whole = [run for run in training_data.read_runs(folders, ("heldout",)) if run.whole]
-    trained = {*predictor.manifest["runs"], *champion.manifest.get("runs", ())}
-    if whole and not trained & {run.name for run in whole}:
+    manifests = [run.manifest for run in whole]
+    if whole and not any(trained_names(each.manifest, manifests) for each in (predictor, champion)):
         measured = np.array([run.manifest.iteration_time_s for run in whole])
         own, its = (
             mape(np.array([predict_run(run.manifest, p).iteration_time_s for run in whole]), measured)
@@ -253,7 +254,7 @@ def evaluate_heldout(predictor: Predictor, collection: Path, *, role: str = "hel
     if not any(run.manifest.whole for run in runs):
         got = f"{len(runs)} that stand in for stages" if runs else "none"
         raise TraceError(f"evaluation needs runs with role {role!r:.80}, got {got} in {collection}")
-    trained = set(predictor.manifest.get("runs", ())) & {run.manifest.name for run in runs}
+    trained = trained_names(predictor.manifest, [run.manifest for run in runs])
     known = {Path(str(path)).resolve() for path in predictor.manifest.get("collections", ())}
     if trained and role != "train" and collection.resolve() in known:
         raise TraceError(f"runs that trained a predictor cannot judge it, got {', '.join(sorted(trained))}")

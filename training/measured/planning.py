@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 
 from stepsight.dataset.base.errors import CollectError
+from stepsight.dataset.base.files import digest
+from stepsight.dataset.configs.key_table import DEFAULTS
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, alpha_beta_seconds, find_hardware
 from stepsight.dataset.harness.base.errors import HarnessError
@@ -41,14 +43,36 @@ from stepsight.training.predictor.predictor import LearnedLatency, Predictor
 
 
 def run_name(job: Job) -> str:
-    """A folder name from the job: ``gpt-4L-256h-s128-tp2-pp1-dp1-mb4x2`` and other differences."""
+    """A folder name from the job: ``gpt-4L-256h-s128-tp2-pp1-dp1-mb4x2``, other differences, and digits of its digest,
+    which all of its settings decide.
+    """
     model = job.model
     words = f"{job.name} s{model.seq_len} v{model.vocab} f{model.ffn}"
     if model.kv_heads != model.heads:
         words += f" kv{model.kv_heads}"
     if job.parallel.recompute != "none":
         words += f" recompute {job.parallel.recompute}"
-    return re.sub(r"[^A-Za-z0-9.]+", "-", words)
+    return re.sub(r"[^A-Za-z0-9.]+", "-", f"{words} {job_digest(job)[:8]}")
+
+
+def job_digest(job: Job, compiled: bool = False) -> str:
+    """Digest of all settings of a job that are not the defaults, and of whether its ops were compiled."""
+    tables = replace(job, shares_batch=False).to_dict()
+    tables["framework"] = {"framework": job.framework}
+    stated = {
+        f"{name}.{key}": value
+        for name, table in tables.items()
+        for key, value in table.items()
+        if value != DEFAULTS.get(f"{name}.{key}", "")
+    }
+    return digest(json.dumps(stated, sort_keys=True), "compiled" * compiled)
+
+
+def trained_names(manifest: Mapping[str, Any], runs: Iterable[RunManifest]) -> set[str]:
+    """Names of the runs whose jobs trained a predictor, by its manifest; by name, if that states no digests of jobs."""
+    if (jobs := manifest.get("jobs")) is None:
+        return {run.name for run in runs} & {*manifest.get("runs", ())}
+    return {run.name for run in runs if run.whole and job_digest(run.job, run.compiled) in jobs}
 
 
 def collectable(job: Job, max_ranks: int | None = None) -> None:

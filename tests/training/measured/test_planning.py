@@ -28,10 +28,13 @@ from stepsight.training.measured.measured import MeasuredRun, Profile, fill_from
 from stepsight.training.measured.planning import (
     StandInLatency,
     as_the_harness_runs,
+    job_digest,
     make_plan,
     predict_run,
+    run_name,
     stand_in_of,
     stand_in_seconds,
+    trained_names,
 )
 from stepsight.training.predictor.predictor import Predictor
 
@@ -44,7 +47,7 @@ def _job(hardware: str = "h200-sxm-141gb", nodes: int = 2, **parallel: Any) -> J
         parallel=p,
         batch=BatchSpec(micro_batch=1, global_batch=8 * p.dp, precision="pure-bf16"),
         cluster=ClusterSpec(
-            hardware=hardware, nodes=nodes, devices_per_node=p.tp * p.pp * p.dp // nodes, fabric=fabric
+            hardware=hardware, nodes=nodes, devices_per_node=p.tp * p.cp * p.pp * p.dp // nodes, fabric=fabric
         ),
     )
 
@@ -224,3 +227,32 @@ def test_iterations_are_judged_by_what_waits_for_nobody(
         evaluate_heldout(predictor, tmp_path)
     write_timed("shard", _emulated(tp=2), 1)
     assert [row["run"] for row in evaluate_heldout(predictor, tmp_path).rows] == ["shard"]
+
+
+CHANGES: dict[str, tuple[Job, dict[str, Any]]] = {
+    "lora": (_job(dp=2), {"model": {"lora_rank": 8, "lora_targets": ("qkv",)}}),
+    "experts without expert parallelism": (_job(dp=2), {"model": {"experts": 4, "experts_per_token": 2}}),
+    "context parallelism": (_job(cp=2), {"parallel": {"context_parallel": "all_gather"}}),
+    "heads": (_job(dp=2), {"model": {"heads": 16, "kv_heads": 16}}),
+    "precision": (_job(dp=2), {"batch": {"precision": "fp32"}}),
+    "hardware": (_job(dp=2), {"cluster": {"hardware": "a100-sxm-80gb"}}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_jobs_that_differ_in_any_setting_have_names_of_their_own(change: str) -> None:
+    job, changed = CHANGES[change]
+    other = replace(job, **{name: replace(getattr(job, name), **table) for name, table in changed.items()})
+    assert job != other and run_name(job) != run_name(other)
+    assert run_name(job).rsplit("-", 1)[0].startswith("llama-8L-512h-tp1")
+    assert run_name(Job.from_dict(json.loads(other.to_json()))) == run_name(other)
+
+
+def test_a_predictor_was_trained_on_runs_of_equal_jobs_alone() -> None:
+    """Runs of an older version, whose names do not tell all settings, are compared by their jobs."""
+    dense, experts = CHANGES["experts without expert parallelism"][0], _job(dp=2, tp=2)
+    runs = [_manifest(dense, None, Path("same")), _manifest(experts, None, Path("same"))]
+    assert trained_names({"runs": ["same"]}, runs) == {"same"}
+    assert trained_names({"runs": ["same"], "jobs": [job_digest(dense)]}, runs[1:]) == set()
+    assert trained_names({"runs": [], "jobs": [job_digest(dense)]}, runs[:1]) == {"same"}
+    assert job_digest(dense) != job_digest(dense, compiled=True)
