@@ -329,7 +329,7 @@ def score(row: Row, predictor_of: PredictorOf) -> Scored:
         except PredictorError as error:
             raise RowError(str(error)) from None
         if is_copy(job, row.measured_s, taught.manifest.get("fitted_rows", ())):
-            raise RowError(f"{FITTED}, got row {row.row_id} of {row.source} in the manifest of {taught.hardware.name}")
+            raise RowError(f"{FITTED}; row {row.row_id} of {row.source} in the manifest of {taught.hardware.name}")
     predictor = without_source(taught, row.source)
     scored = _scored(row, every, predictor, row.source)
     if taught is None or taught is predictor:

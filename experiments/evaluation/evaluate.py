@@ -47,11 +47,15 @@ class Evaluation:
 
     @cached_property
     def left_out(self) -> dict[str, list[Row]]:
-        """Rows left out by reason, the most frequent first; without the rows' own values, so that they can share it."""
-        found = dict[str, list[Row]]()
+        """Rows left out by reason, the most frequent first; rows share the reason that differs only in its values."""
+        found = dict[str, tuple[list[str], list[Row]]]()
         for row, why in [*self.rejected, *((scored.row, SUSPECT) for scored in self.suspect)]:
-            found.setdefault(why.split("; ")[0].split(", got ")[0], []).append(row)
-        return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+            first = why.split("; ")[0]
+            whole, rows = found.setdefault(first.split(", got ")[0], ([], []))
+            whole.append(first)
+            rows.append(row)
+        named = {each[0] + " and others" * (len({*each}) > 1): rows for each, rows in found.values()}
+        return dict(sorted(named.items(), key=lambda item: -len(item[1])))
 
     @property
     def skipped(self) -> dict[str, int]:

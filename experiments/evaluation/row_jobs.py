@@ -45,7 +45,7 @@ def preset_of_device(row: Row) -> str:
     main = inside[1] if inside else re.sub(r"\(.*?\)", " ", lower).split(",")[0]  # the rest are remarks
     stated = _MEMORY.search(main)
     if stated is not None and memory not in (None, int(stated[1])):
-        raise RowError(f"hardware {text!r:.60} and gpu_mem_gb state different memories")
+        raise RowError(f"hardware and gpu_mem_gb state different memories, got {text!r:.60} and {memory}")
     memory = memory or (int(stated[1]) if stated else None)
     words = presets.device_words(_REMARKS.sub(" ", _MEMORY.sub(" ", main)))
     usual = presets.canonical_hardware(words if "pcie" in words or "pcie" not in lower else f"{words}-pcie")
@@ -98,7 +98,7 @@ def cluster_of(row: Row) -> dict[str, Any]:
     if domain is not None:
         per_node = max(size for size in range(1, domain + 1) if gpus % size == 0)
     if per_node < 1 or gpus % per_node:
-        raise RowError("gpus_per_node does not divide gpus")
+        raise RowError(f"gpus_per_node must divide gpus, got {per_node} and {gpus}")
     return {"hardware": hardware, "nodes": gpus // per_node, "devices_per_node": per_node, "fabric": fabric}
 
 
@@ -300,7 +300,7 @@ def _degrees(row: Row) -> dict[str, int]:
     others = degrees["tp"] * degrees["pp"] * degrees["cp"]
     dp = row.whole("dp") or max(1, row.gpus // others)
     if dp * others != row.gpus:
-        raise RowError("tp * pp * cp * dp is not the number of devices")
+        raise RowError(f"tp * pp * cp * dp must be gpus, got {others} * {dp} != {row.gpus}")
     return {**degrees, "dp": dp}
 
 

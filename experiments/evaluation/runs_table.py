@@ -144,7 +144,8 @@ class Row:
 
     def whole(self, key: str) -> int | None:
         """A whole number, or None if it is unknown."""
-        value = self.real(key)
+        text = self.text(key)
+        value = number_in(text, key, "a whole number") if text else None
         if value is not None and value != round(value):
             raise RowError(f"{key} must be a whole number, got {value}")
         return None if value is None else int(value)
@@ -160,7 +161,7 @@ class Row:
         """Yes or no, or None if it is unknown."""
         words = {"": None, "true": True, "yes": True, "false": False, "no": False}
         value = self.text(key).lower()
-        if value not in words and self.real(key) not in (0.0, 1.0):
+        if value not in words and number_in(value, key, "yes or no") not in (0.0, 1.0):
             raise RowError(f"{key} must be yes or no, got {value!r:.40}")
         return words[value] if value in words else self.real(key) == 1.0
 
@@ -205,14 +206,14 @@ class Row:
         return self.text("quality").upper() == "C"
 
 
-def number_in(text: str, name: str) -> float:
-    """A number from a cell or a part of one."""
+def number_in(text: str, name: str, rule: str = "a number") -> float:
+    """A number from a cell or a part of one; ``rule``: what the cell must be."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not abs(value) <= MOST:
-        raise RowError(f"{name} must be a number, got {text!r:.40}")
+        raise RowError(f"{name} must be {rule}, got {text!r:.40}")
     return value
 
 

@@ -158,7 +158,7 @@ def test_fitted_rows_cannot_judge(tmp_path: Path) -> None:
         manifest={"fitted_rows": [digest_of(rows[0])]},
         kernels_asked=lambda job: None,
     )
-    with pytest.raises(RowError, match="the predictor was fitted on it, got row 8 of lab"):
+    with pytest.raises(RowError, match="the predictor was fitted on it; row 8 of lab"):
         score(rows[0], lambda hardware: seen)
     alone = write_runs(tmp_path / "alone.csv", rows[0])
     with pytest.raises(

@@ -86,7 +86,7 @@ def test_unknown_devices() -> None:
         cluster_of(run_row(hardware="A100", gpu_mem_gb=60))
     with pytest.raises(RowError, match="state different memories"):
         cluster_of(run_row(hardware="A100-SXM4-40GB", gpu_mem_gb=80))
-    with pytest.raises(RowError, match="gpus_per_node does not divide gpus"):
+    with pytest.raises(RowError, match="gpus_per_node must divide gpus, got"):
         cluster_of(run_row(gpus=12, nodes=""))
 
 

@@ -166,7 +166,7 @@ def test_what_rows_leave_out() -> None:
         ({"recompute": "none/selective"}, "recompute is 'none/selective'"),
         ({"family": "dlrm"}, "no job has the family dlrm"),
         ({"precision": "FP4"}, "no job has the precision FP4"),
-        ({"dp": 4}, "is not the number of devices"),
+        ({"dp": 4}, "must be gpus, got"),
         ({"family": "llama", "ffn": "", "gated_mlp": ""}, "ffn is unknown"),
         ({"family": "moe"}, "experts is unknown"),
         ({"global_batch": 63}, "must divide global_batch"),

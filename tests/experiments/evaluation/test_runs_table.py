@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from stepsight.cli import app
 from stepsight.dataset.base.errors import TableError
+from stepsight.experiments.evaluation.evaluate import evaluate
 from stepsight.experiments.evaluation.runs_table import (
     RowError,
     columns,
@@ -81,7 +82,7 @@ def test_cells() -> None:
     assert (row.flag("gated_mlp"), row.flag("tied_embeddings"), row.flag("experts")) == (False, True, None)
     with pytest.raises(RowError, match="vocab is unknown"):
         row.known("vocab")
-    with pytest.raises(RowError, match="heads must be a number, got 'many'"):
+    with pytest.raises(RowError, match="heads must be a whole number, got 'many'"):
         row.whole("heads")
     with pytest.raises(RowError, match="layers must be a whole number"):
         row.whole("layers")
@@ -90,7 +91,7 @@ def test_cells() -> None:
     for seconds in (0, -1, 1e-12, 1e17):
         with pytest.raises(RowError, match="iteration_time_s must lie within 1e-06 and 1e"):
             _ = run_row(iteration_time_s=seconds).measured_s
-    with pytest.raises(RowError, match="gated_mlp must be a number, got '8x'"):
+    with pytest.raises(RowError, match="gated_mlp must be yes or no, got '8x'"):
         run_row(gated_mlp="8x").flag("gated_mlp")
     assert run_row(row_id="²").row_id == "²"
 
@@ -122,3 +123,27 @@ def test_rows_without_a_number_have_that_of_their_line(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     path.write_text("\n".join(line.split(",", 1)[1] for line in [lines[0].upper(), *lines[1:]]))
     assert [row.row_id for row in read_runs_table(path)] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("key", "cell", "told"),
+    [
+        ("layers", "thirty", "layers must be a whole number, got 'thirty'"),
+        ("layers", "8.5", "layers must be a whole number, got 8.5"),
+        ("gated_mlp", "perhaps", "gated_mlp must be yes or no, got 'perhaps'"),
+        ("gated_mlp", "2", "gated_mlp must be yes or no, got '2'"),
+        ("iteration_time_s", "-3.9", "iteration_time_s must lie within 1e-06 and 1e+07, got -3.9"),
+        ("iteration_time_s", "soon", "iteration_time_s must be a number, got 'soon'"),
+        ("gpus_per_node", "3", "gpus_per_node must be gpus, got 2 * 3 != 16"),
+        ("dp", "3", "tp * pp * cp * dp must be gpus, got 8 * 3 != 16"),
+        ("tp", "-2", "must be gpus, got -4 * 2 != 16"),
+        ("micro_batch", "-2", "got -2"),
+    ],
+)
+def test_a_wrong_cell_is_told_with_its_rule_and_value(key: str, cell: str, told: str, tmp_path: Path) -> None:
+    rows = [run_row(), run_row(row_id=2, **{key: cell})]
+    table = write_runs(tmp_path / "runs.csv", *rows)
+    (why,) = evaluate(table, "roofline").skipped
+    assert told in why
+    (shared,) = evaluate(write_runs(table, *rows, run_row(row_id=3, **{key: f"{cell}5"})), "roofline").skipped
+    assert shared == f"{why} and others"
