@@ -279,6 +279,11 @@ def held_bytes(loads: Floats) -> Floats:
     return held
 
 
+def host_bytes(loads: Floats, ranks: Ranks) -> float:
+    """Bytes of tables in the memory of the fullest host; ``loads``: shape ``(num_ranks, QUANTITIES)``."""
+    return float(np.add.reduceat(loads[:, ON_HOST], range(0, ranks.num, ranks.per_node)).max())
+
+
 def fullest_rank(tables: tuple[TableSpec, ...], spec: ShardingSpec, ranks: Ranks) -> str:
     """The rank whose device holds most of the tables, with their states, and the largest of its shards, in words."""
     places, held = placements_of(tables, spec, ranks), [PARAMETERS, STATES]

@@ -204,7 +204,7 @@ def check_tables(rules: Rules, model: ModelSpec) -> None:
             f"{words}: precision must be one of {', '.join(_PRECISIONS)}, got {table.precision!r:.40}",
         )
         rules.require(
-            0 < table.pooling <= table.rows,
+            table.pooling > 0 and (table.pooling <= table.rows or table.rows < 1),
             f"{words}: pooling (indices of a sample) must be > 0 and <= rows, got {table.pooling}",
         )
         known = not table.reuse or (len(table.reuse) <= MOST_BINS and min(table.reuse) >= 0 < sum(table.reuse))
@@ -252,17 +252,23 @@ def check_sharding(
             f"{sizes[place.name]}: each column shard must have a column, got {count} shards",
         )
     facts = find_hardware(hardware)
-    for table, place in (
-        zip(model.tables, sharding.placements_of(model.tables, spec, ranks), strict=True) if not rules else ()
-    ):
+    places = sharding.placements_of(model.tables, spec, ranks) if not rules else ()
+    for table, place in zip(model.tables if places else (), places, strict=True):
         amounts = sharding.shard_amounts(table, place.kind, place.shards, place.location, ranks, spec)
         held = amounts[sharding.PARAMETERS] + amounts[sharding.STATES]
         most = facts.memory_bytes if facts is not None else held
         name = sizes[table.name or place.name]
+        advice = ["shard it by rows or columns over more ranks"] if place.shards < ranks.num else []
+        advice += ["put it in uvm or host memory" if place.location == "hbm" else "lower sharding.cache"]
         rules.require(
             held <= most,
             f"{name} fits no device: a shard of {held:.0f} bytes as {place.kind} over {place.shards} ranks, a device "
-            f"has {most:.0f}; shard it by rows or columns, or put it in uvm or host memory",
+            f"has {most:.0f}; {', or '.join(advice)}",
         )
-        on_host = amounts[sharding.ON_HOST] * ranks.per_node
-        rules.require(on_host <= MOST_HOST_BYTES, f"{name} fits no host: {on_host:.0f} bytes of {MOST_HOST_BYTES:.0f}")
+    if any(place.location != "hbm" for place in places):
+        on_host = sharding.host_bytes(sharding.loads_of(model.tables, places, ranks, spec), ranks)
+        rules.require(
+            on_host <= MOST_HOST_BYTES,
+            f"the tables fit no host: {on_host:.0f} bytes lie in the fullest one, of {MOST_HOST_BYTES:.0f}; shard them "
+            "over more nodes",
+        )

@@ -29,7 +29,7 @@ from stepsight.dataset.job import sharding as rules
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.model_spec import TableSpec
 from stepsight.dataset.job.sharding import COLUMN, MOVED, REPLICATED, TABLE, Floats, Ranks, TablePlacement
-from stepsight.dataset.job.sharding_plans import placements_in
+from stepsight.dataset.job.sharding_plans import MOST_HOST_BYTES, placements_in
 from stepsight.dataset.kinds.op import Collective
 from stepsight.simulator.blocks.dlrm import both_ways
 from stepsight.simulator.durations.latency_model import LatencyModel
@@ -97,8 +97,9 @@ class PlacementCosts:
         return rules.loads_of(self.tables, places, self.ranks, self._spec, self.amounts)
 
     def fits(self, loads: Floats) -> bool:
-        """Whether the tables of every rank fit its device."""
-        return float(rules.held_bytes(loads)) <= self.capacity
+        """Whether the tables of every rank fit its device and its host."""
+        on_host = rules.host_bytes(loads, self.ranks)
+        return float(rules.held_bytes(loads)) <= self.capacity and on_host <= MOST_HOST_BYTES
 
     def seconds(self, loads: Floats) -> float:
         """Seconds that a placement decides; infinite if a rank's tables do not fit."""

@@ -8,7 +8,7 @@ import pytest
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.job.sharding import placements_of
+from stepsight.dataset.job.sharding import host_bytes, loads_of, placements_of
 from stepsight.dataset.job.sharding_plans import plan_tables, read_plan
 
 TABLES = [{"rows": 10_000, "dim": 64, "pooling": 4.0, "name": "users"}, {"rows": 500, "dim": 64, "name": "items"}]
@@ -121,6 +121,46 @@ def test_ranks_that_contradict_the_shards_are_refused(tmp_path: Path) -> None:
 def test_tables_are_a_list(tables: Any) -> None:
     with pytest.raises(JobError, match=r"tables"):
         Job.from_dict({**tables_of_job(), "model": {"family": "dlrm", "tables": tables}})
+
+
+def _large(kind: str, location: str, tables: int = 1) -> dict[str, Any]:
+    """Tables of 1.03 TB each, placed by a rule on 4 devices of a node."""
+    model = {"family": "dlrm", "tables": [{"rows": 2 * 10**9, "dim": 128} for _ in range(tables)]}
+    return {**tables_of_job(sharding={"rule": kind, "location": location}), "model": model}
+
+
+@pytest.mark.parametrize("kind", ["table-wise", "row-wise", "column-wise"])
+@pytest.mark.parametrize("location", ["host", "uvm"])
+def test_a_table_counts_once_in_the_memory_of_its_host(kind: str, location: str) -> None:
+    cache: dict[str, Any] = {"cache": 0.001} if location == "uvm" else {}
+    tables = _large(kind, location)
+    job = Job.from_dict({**tables, "sharding": {**tables["sharding"], **cache}})
+    ranks = job.table_ranks
+    loads = loads_of(job.model.tables, placements_of(job.model.tables, job.sharding, ranks), ranks, job.sharding)
+    assert host_bytes(loads, ranks) == pytest.approx(1.032e12 * (1 - job.sharding.cache * bool(cache)))
+
+
+def test_tables_together_must_fit_a_host() -> None:
+    with pytest.raises(JobError, match="tables fit no host: 4128000000000 bytes lie in the fullest one"):
+        Job.from_dict(_large("table-wise", "host", tables=4))
+    with pytest.raises(JobError, match="tables fit no host: 4128000000000 bytes"):
+        Job.from_dict(_large("data-parallel", "host"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [("table-wise", "has [0-9]+; shard it by rows or columns over more ranks, or put it in uvm"),
+     ("row-wise", "has [0-9]+; put it in uvm")],
+)  # fmt: skip
+def test_a_table_that_fits_no_device_is_told_what_is_left(kind: str, told: str) -> None:
+    with pytest.raises(JobError, match=told):
+        Job.from_dict(_large(kind, "hbm"))
+
+
+def test_a_table_without_rows_breaks_one_rule() -> None:
+    with pytest.raises(JobError) as found:
+        Job.from_dict({**tables_of_job(), "model": {"family": "dlrm", "tables": [{"rows": 0, "dim": 64}]}})
+    assert "rows must" in str(found.value) and "pooling" not in str(found.value)
 
 
 @pytest.mark.parametrize("key", ["model.layers", "model.hidden"])
