@@ -207,7 +207,8 @@ class Prediction:
         """Legal settings that are probably mistakes, open choices, unknown software, impossible rates."""
         found = list(self.job.warnings)
         execution = self.job.execution
-        found += self.software_used.doubts if execution.kernels or execution.nccl or execution.date else ()
+        stated = execution.kernels or execution.nccl or execution.date or execution.container
+        found += self.software_used.doubts if stated else ()
         other = self.uninterleaved
         if other is not None:
             found.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -65,6 +66,9 @@ def software_used(job: Job, predictor: Predictor | None, works: Iterable[Op | Co
     if execution.container and _profile(job) == "" and framework_in("", execution.container, execution.date) is GENERIC:
         unused.append(f"container {execution.container:.80}: no profile of a framework knows it")
     released = release_month(execution.container)
+    if _is_other_image(job):
+        counts = f"only its month, {released}, counts" if released else "it changes nothing"
+        doubts.append(f"container {execution.container:.80} is no known image of {_profile(job)}: {counts}")
     if execution.date and execution.date[:7] < released[: len(execution.date)]:
         doubts.append(
             f"execution.date is {execution.date}, before the release of container {execution.container:.80} "
@@ -92,6 +96,13 @@ def _described(version: str, measured: tuple[str, ...]) -> bool:
         return True
     newest = version_numbers(measured[-1])[:2]
     return version_numbers(OLDEST_NCCL) <= version_numbers(version)[:2] <= newest
+
+
+def _is_other_image(job: Job) -> bool:
+    """Whether the image of a job's container has a name without a word of the job's profile, as ``pytorch`` of NeMo."""
+    image = re.split("[:@]", job.execution.container.lower().rsplit("/", 1)[-1])[0]
+    known = " ".join(job.profile.words) if _profile(job) and job.profile else ""
+    return bool(image and known) and not {*re.findall("[a-z]+", image)} & {*re.findall("[a-z]+", known)} - {"container"}
 
 
 def _profile(job: Job) -> str:

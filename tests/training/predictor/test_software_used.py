@@ -76,6 +76,16 @@ def test_a_date_before_its_container_is_in_doubt() -> None:
     assert any("before the release of container" in text for text in early.warnings)
 
 
+@pytest.mark.parametrize(
+    "image", ["foo:24.07", "pytorch:24.07-py3", "my-container:24.07", "foo@sha256:24.07", "nemo-x:24"]
+)
+def test_a_container_of_unknown_name_is_told(image: str) -> None:
+    asked = predict(nemo("2024-07"), "roofline", container=f"nvcr.io/nvidia/{image}")
+    told = [text for text in asked.warnings if "is no known image of nemo" in text]
+    assert len(told) == (not image.startswith("nemo"))
+    assert all("only its month, 2024-07, counts" in text for text in told)
+
+
 RATE_LOG = FRAMEWORKS["nemo"].drift_log  # a month
 
 
