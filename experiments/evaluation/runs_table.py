@@ -225,6 +225,8 @@ def read_runs_table(path: Path) -> list[Row]:
     try:
         reader = csv.DictReader(io.StringIO(read_unpacked(path).decode("utf-8-sig"), newline=""))
         found = read_header(written := reader.fieldnames or ())
+        if not found:
+            raise TableError("a table of runs has a line of column names and rows, but the file is empty")
         reader.fieldnames = names = [name for name, _ in found]
         known = {column.name for column in columns()} | {"row_id", "iter_time_derivation"}
         known |= {name for told in _CELLS for name in told["when"]}

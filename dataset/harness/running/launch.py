@@ -75,8 +75,9 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
     if out.exists() and not out.is_dir():
         raise HarnessError(f"a collection is a folder, got the file {out}")
     if (out / "plan.json").exists():
-        if _read_plan(out / "plan.json") != plan:
-            raise HarnessError(f"a folder has one plan: {out} has another one; choose another folder")
+        if (other := _read_plan(out / "plan.json")) != plan:
+            differs = _first_difference(other, plan)
+            raise HarnessError(f"a folder has one plan: {out} has another one ({differs}); choose another folder")
     elif out.exists() and (found := [path for path in out.iterdir() if not path.name.startswith(_UNBEGUN)]):
         raise HarnessError(f"a new collection needs a new or empty folder, got {out} with {len(found)} entries")
     out.mkdir(parents=True, exist_ok=True)
@@ -105,6 +106,16 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
     rejected = [run["name"] for run in plan["runs"] if (out / "rejected" / run["name"]).exists()]
     counts |= {"collected": new, "kept": sum(counts.values()) - new}
     return {**counts, "rejected": rejected} if rejected or "box" in plan else counts
+
+
+def _first_difference(old: Any, new: Any, place: str = "") -> str:
+    """The first place where two plans differ, as ``runs.0.rounds``, and both values."""
+    if isinstance(old, list) and isinstance(new, list):
+        old, new = dict(enumerate(old)), dict(enumerate(new))
+    if isinstance(old, dict) and isinstance(new, dict):
+        key = next(key for key in {**new, **old} if old.get(key, ...) != new.get(key, ...))
+        return _first_difference(old.get(key, "nothing"), new.get(key, "nothing"), f"{place}.{key}")
+    return f"{place[1:]} is {old!s:.80} there and {new!s:.80} here"
 
 
 def _read_plan(path: Path) -> Any:

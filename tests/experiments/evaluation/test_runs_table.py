@@ -147,3 +147,9 @@ def test_a_wrong_cell_is_told_with_its_rule_and_value(key: str, cell: str, told:
     assert told in why
     (shared,) = evaluate(write_runs(table, *rows, run_row(row_id=3, **{key: f"{cell}5"})), "roofline").skipped
     assert shared == f"{why} and others"
+
+
+def test_an_empty_file_is_called_empty(tmp_path: Path) -> None:
+    (tmp_path / "runs.csv").write_text("")
+    with pytest.raises(TableError, match=r"runs\.csv: .*but the file is empty$"):
+        read_runs_table(tmp_path / "runs.csv")

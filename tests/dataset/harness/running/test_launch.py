@@ -49,6 +49,17 @@ def test_too_many_ranks_are_refused_and_nothing_is_written(tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("change", [{"rounds": 5}, {"name": "two"}, None])
+def test_another_plan_is_refused_by_what_differs(change: dict[str, Any] | None, tmp_path: Path) -> None:
+    first = jobs.run("one", jobs.job({"layers": 2}, micro_batch=1))
+    other = [first, {**first, "name": "two"}] if change is None else [{**first, **change}]
+    (tmp_path / "plan.json").write_text(json.dumps(check_plan(jobs.plan([first]))))
+    ((key, value),) = (change or {"1": "{'name': 'two'"}).items()
+    told = f"runs.0.{key} is .* there and {value} here" if change else f"runs.{key} is nothing there and .*'two'"
+    with pytest.raises(HarnessError, match=told):
+        collect(jobs.plan(other), tmp_path, progress=False)
+
+
 def test_command_line_reports_a_broken_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "plan.json").write_text("{")
     assert main([str(tmp_path / "plan.json"), "--out", str(tmp_path / "out")]) == 2
