@@ -159,11 +159,11 @@ class Row:
 
     def flag(self, key: str) -> bool | None:
         """Yes or no, or None if it is unknown."""
-        words = {"": None, "true": True, "yes": True, "false": False, "no": False}
-        value = self.text(key).lower()
-        if value not in words and number_in(value, key, "yes or no") not in (0.0, 1.0):
+        words = {"": None, **dict.fromkeys(("true", "yes", "1", "1.0"), True)}
+        words |= dict.fromkeys(("false", "no", "0", "0.0"), False)
+        if (value := self.text(key).lower()) not in words:
             raise RowError(f"{key} must be yes or no, got {value!r:.40}")
-        return words[value] if value in words else self.real(key) == 1.0
+        return words[value]
 
     @property
     def row_id(self) -> int | str:

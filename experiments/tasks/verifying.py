@@ -105,11 +105,10 @@ def runnable(jobs: Sequence[Job], most: int | None, box: Box | None) -> tuple[di
         try:
             if box is not None:
                 plan_in_box(box, [job], ROLE, {"rounds": 1, "steps": 1, "warmup": 1, "profile_steps": 0}, 0.0)
-                name = run_name(box.holds(job))
             else:
                 job = as_the_harness_runs(job)
                 collectable(job, ranks)
-                name = run_name(job)
+            name = run_name(job if box is None else box.holds(job))
         except (CollectError, JobError) as error:
             not_run[job.name] = str(error)
             continue

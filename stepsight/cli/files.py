@@ -134,17 +134,11 @@ class JobOptions:
         from stepsight.dataset.configs.drafts import Given
         from stepsight.dataset.configs.formats import is_job_file, read_configs
         from stepsight.dataset.job.job import Job
-        from stepsight.experiments.questions.sweep import toml_value
 
-        given = pairs("--set", self.given, toml_value)
-        for path in paths:
-            refuse_program(path)
+        values = stated_keys(paths, self.given, self.hardware, nodes)
         if len(paths) == 1 and is_job_file(paths[0]):
-            return Job.from_file(
-                paths[0], self.framework, {**given, **moved_keys(paths[0], given, self.hardware, nodes)}
-            )
-        stated = {"cluster.hardware": self.hardware, "cluster.nodes": nodes, "framework": self.framework}
-        return read_configs(paths, Given(values={**given, **{key: value for key, value in stated.items() if value}}))
+            return Job.from_file(paths[0], self.framework, values)
+        return read_configs(paths, Given(values=values | ({"framework": self.framework} if self.framework else {})))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,27 +155,31 @@ class MovedJobOptions(JobOptions):
         return super().read(path, self.nodes)
 
 
-def moved_keys(path: Path, given: dict[str, Any], hardware: str, nodes: int | None) -> dict[str, Any]:
-    """Keys of a job file that ``--hardware`` and ``--nodes`` replace, with the replicas and the links that follow."""
+def stated_keys(paths: Sequence[Path], told: Sequence[str] | None, hardware: str, nodes: int | None) -> dict[str, Any]:
+    """Keys of a job that ``--set`` states, and ``--hardware`` and ``--nodes``; what follows from these in a job file,
+    the number of replicas and the links, is open again.
+    """
     from stepsight.dataset.base.files import read_document
+    from stepsight.dataset.configs.formats import is_job_file
     from stepsight.dataset.hardware.hardware import canonical_hardware
+    from stepsight.experiments.questions.sweep import toml_value
 
-    document = read_document(path, f"job file {path}")
+    for path in paths:
+        refuse_program(path)
+    given = pairs("--set", told, toml_value)
+    values = given | ({"cluster.hardware": hardware} if hardware else {}) | ({"cluster.nodes": nodes} if nodes else {})
+    document = read_document(paths[0], f"job file {paths[0]}") if len(paths) == 1 and is_job_file(paths[0]) else {}
     cluster = document.get("cluster") if isinstance(document, dict) else None
-    stated = dict(cluster) if isinstance(cluster, dict) else {}
-    stated |= {key.removeprefix("cluster."): value for key, value in given.items() if key.startswith("cluster.")}
-    moved: dict[str, Any] = {"cluster.nodes": nodes} if nodes else {}
-    if nodes and nodes != stated.get("nodes", 1):
-        moved |= {key: 0 for key in ("parallel.dp", "parallel.dp_shard") if key not in given}
-    if hardware:
-        moved["cluster.hardware"] = hardware
-        own = stated.get("hardware", "")
-        same = canonical_hardware(hardware) == (canonical_hardware(own) if isinstance(own, str) else own)
-        if stated.get("fabric") and not same and "cluster.fabric" not in given:
-            told = f"the usual fabric of {hardware} replaces the job's own; --set cluster.fabric=NAME states one"
-            typer.echo(printable(f"{path}: {told}"), err=True)
-            moved["cluster.fabric"] = ""
-    return moved
+    own = {"nodes": 1, "hardware": "", **cluster} if isinstance(cluster, dict) else {}
+    own |= {key.removeprefix("cluster."): value for key, value in given.items() if own and key.startswith("cluster.")}
+    if own and nodes and nodes != own["nodes"]:
+        values = {"parallel.dp": 0, "parallel.dp_shard": 0, **values}
+    names = [canonical_hardware(each) if isinstance(each, str) else each for each in (hardware, own.get("hardware"))]
+    if hardware and own.get("fabric") and names[0] != names[1] and "cluster.fabric" not in given:
+        usual = f"the usual fabric of {hardware} replaces the job's own; --set cluster.fabric=NAME states one"
+        typer.echo(printable(f"{paths[0]}: {usual}"), err=True)
+        values["cluster.fabric"] = ""
+    return values
 
 
 def refuse_program(path: Path) -> None:

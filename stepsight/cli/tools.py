@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from stepsight.cli.files import Force, check_job_output, moved_keys, refuse_program
+from stepsight.cli.files import Force, check_job_output, stated_keys
 from stepsight.cli.options import Answer, pairs
 from stepsight.dataset.base.errors import StepsightError
 
@@ -53,18 +53,12 @@ def job_command(
     """
     from stepsight.dataset.base.files import write_text
     from stepsight.dataset.configs.drafts import Given
-    from stepsight.dataset.configs.formats import is_job_file, read_configs, write_config
-    from stepsight.experiments.questions.sweep import toml_value
+    from stepsight.dataset.configs.formats import read_configs, write_config
     from stepsight.experiments.reports.job_texts import config_text, written_text
 
     check_job_output(out, to, configs, force)
-    for config in configs:
-        refuse_program(config)
-    cluster = {"hardware": hardware, "nodes": nodes, "devices_per_node": devices_per_node}
-    stated = pairs("--set", given, toml_value)
-    values = {f"cluster.{key}": value for key, value in cluster.items() if value} | stated
-    if len(configs) == 1 and is_job_file(configs[0]):
-        values |= moved_keys(configs[0], stated, hardware, nodes)
+    per_node = {"cluster.devices_per_node": devices_per_node} if devices_per_node else {}
+    values = {**per_node, **stated_keys(configs, given, hardware, nodes)}
     read = read_configs(configs, Given(values=values, variables=pairs("--define", define), pick=pick))
     value, text = read.to_dict(), config_text(read)
     value["job"] = None if read.read is None else read.job.to_dict()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -144,9 +143,6 @@ def make_plan(
 
 
 def _checked(runs: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    names = Counter(run["name"] for run in runs)
-    if twice := [name for name, count in names.items() if count > 1]:
-        raise CollectError(f"every run of a plan must differ, got {twice[0]} twice")
     try:
         return check_plan(json.loads(json.dumps({"schema": SCHEMA, "runs": runs, "events": events, **more})))
     except HarnessError as error:

@@ -175,7 +175,7 @@ def test_a_plan_names_runs_and_what_is_measured() -> None:
     assert first == "one" and "pp4" in second
     assert plan["events"][0]["world_size"] == 4
     assert box_plan(FOUR, runs, _latency(), collectives=[message])["events"] == []
-    with pytest.raises(CollectError, match="every run of a plan must differ, got one twice"):
+    with pytest.raises(CollectError, match="names must be unique, got 'one' twice"):
         box_plan(FOUR, [runs[0], runs[0]], _latency())
 
 
