@@ -48,14 +48,12 @@ class Evaluation:
     @cached_property
     def left_out(self) -> dict[str, list[Row]]:
         """Rows left out by reason, the most frequent first; rows share the reason that differs only in its values."""
-        found = dict[str, tuple[list[str], list[Row]]]()
+        found = dict[str, list[tuple[str, Row]]]()
         for row, why in [*self.rejected, *((scored.row, SUSPECT) for scored in self.suspect)]:
             first = why.split("; ")[0]
-            whole, rows = found.setdefault(first.split(", got ")[0], ([], []))
-            whole.append(first)
-            rows.append(row)
-        named = {each[0] + " and others" * (len({*each}) > 1): rows for each, rows in found.values()}
-        return dict(sorted(named.items(), key=lambda item: -len(item[1])))
+            found.setdefault(first.split(", got ")[0], []).append((first, row))
+        groups = (zip(*rows, strict=True) for rows in sorted(found.values(), key=len, reverse=True))
+        return {told[0] + " and others" * (len({*told}) > 1): [*rows] for told, rows in groups}
 
     @property
     def skipped(self) -> dict[str, int]:

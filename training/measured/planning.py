@@ -47,24 +47,18 @@ def run_name(job: Job) -> str:
     """
     model = job.model
     words = f"{job.name} s{model.seq_len} v{model.vocab} f{model.ffn}"
-    if model.kv_heads != model.heads:
-        words += f" kv{model.kv_heads}"
-    if job.parallel.recompute != "none":
-        words += f" recompute {job.parallel.recompute}"
+    words += f" kv{model.kv_heads}" * (model.kv_heads != model.heads)
+    words += f" recompute {job.parallel.recompute}" * (job.parallel.recompute != "none")
     return re.sub(r"[^A-Za-z0-9.]+", "-", f"{words} {job_digest(job)[:8]}")
 
 
 def job_digest(job: Job, compiled: bool = False) -> str:
     """Digest of all settings of a job that are not the defaults, and of whether its ops were compiled."""
     tables = replace(job, shares_batch=False).to_dict()
-    tables["framework"] = {"framework": job.framework}
-    stated = {
-        f"{name}.{key}": value
-        for name, table in tables.items()
-        for key, value in table.items()
-        if value != DEFAULTS.get(f"{name}.{key}", "")
-    }
-    return digest(json.dumps(stated, sort_keys=True), "compiled" * compiled)
+    framework = tables.pop("framework", "")
+    rows = ((f"{name}.{key}", value) for name, table in tables.items() for key, value in table.items())
+    stated = {key: value for key, value in rows if value != DEFAULTS[key]}
+    return digest(framework, json.dumps(stated, sort_keys=True), "compiled" * compiled)
 
 
 def trained_names(manifest: Mapping[str, Any], runs: Iterable[RunManifest]) -> set[str]:

@@ -101,8 +101,8 @@ def _described(version: str, measured: tuple[str, ...]) -> bool:
 def _is_other_image(job: Job) -> bool:
     """Whether the image of a job's container has a name without a word of the job's profile, as ``pytorch`` of NeMo."""
     image = re.split("[:@]", job.execution.container.lower().rsplit("/", 1)[-1])[0]
-    known = " ".join(job.profile.words) if _profile(job) and job.profile else ""
-    return bool(image and known) and not {*re.findall("[a-z]+", image)} & {*re.findall("[a-z]+", known)} - {"container"}
+    known = {*re.findall("[a-z]+", " ".join(job.profile.words))} if _profile(job) and job.profile else set()
+    return bool(image and known) and not known.intersection(re.findall("[a-z]+", image.replace("container", "")))
 
 
 def _profile(job: Job) -> str:
