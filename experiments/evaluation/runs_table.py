@@ -137,15 +137,14 @@ class Row:
         value = (self.cells.get(key) or "").strip()
         return "" if value.lower() in UNKNOWN else value
 
-    def real(self, key: str) -> float | None:
-        """A number, or None if it is unknown."""
+    def real(self, key: str, rule: str = "a number") -> float | None:
+        """A number, or None if it is unknown; ``rule``: what the cell must be."""
         text = self.text(key)
-        return number_in(text, key) if text else None
+        return number_in(text, key, rule) if text else None
 
     def whole(self, key: str) -> int | None:
         """A whole number, or None if it is unknown."""
-        text = self.text(key)
-        value = number_in(text, key, "a whole number") if text else None
+        value = self.real(key, "a whole number")
         if value is not None and value != round(value):
             raise RowError(f"{key} must be a whole number, got {value}")
         return None if value is None else int(value)

@@ -63,9 +63,9 @@ def job_digest(job: Job, compiled: bool = False) -> str:
 
 def trained_names(manifest: Mapping[str, Any], runs: Iterable[RunManifest]) -> set[str]:
     """Names of the runs whose jobs trained a predictor, by its manifest; by name, if that states no digests of jobs."""
-    if (jobs := manifest.get("jobs")) is None:
-        return {run.name for run in runs} & {*manifest.get("runs", ())}
-    return {run.name for run in runs if run.whole and job_digest(run.job, run.compiled) in jobs}
+    if (jobs := manifest.get("jobs")) is not None:
+        return {run.name for run in runs if run.whole and job_digest(run.job, run.compiled) in jobs}
+    return {run.name for run in runs} & {*manifest.get("runs", ())}
 
 
 def collectable(job: Job, max_ranks: int | None = None) -> None:
