@@ -176,11 +176,9 @@ def _read(
     return table, own_table.own_table(own, device, software, usual), alike
 
 
-def fit_own_table(
-    own: OwnTable, like: str = "", *, seed: int = 0, say: Say = lambda text: None, without: Sequence[str] = ()
-) -> Predictor:
-    """Fit a predictor to a device's rows, without saving it; ``without``: shipped ones that are left out."""
-    names = [name for name in teaching_names() if name not in without]
+def fit_own_table(own: OwnTable, like: str = "", *, seed: int = 0, say: Say = lambda text: None) -> Predictor:
+    """Fit a predictor to a device's rows, without saving it."""
+    names = teaching_names()
     teachers = [teacher_of(name) for name in names] if own.hardware.kind == "gpu" else []
     kernel = fit_ops(own, teachers, like, seed=seed, say=say)
     usual = _usual(own.hardware.name)

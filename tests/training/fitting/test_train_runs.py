@@ -20,6 +20,7 @@ from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.programs.lower import signatures
 from stepsight.training.fitting.train_runs import evaluate_heldout, spearman, train
+from stepsight.training.measured.planning import job_digest
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.tracking.tracking import default_uri, load_model_uri
 
@@ -135,12 +136,14 @@ def test_only_training_runs_train(trained: tuple[Predictor, Path], collection: P
 def test_runs_that_trained_cannot_judge(
     trained: tuple[Predictor, Path], collection: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However their collection's path is spelled."""
-    predictor = replace(trained[0], manifest={**trained[0].manifest, "runs": ["run6"]})
+    """However their collection's path is spelled, and also if an older manifest states their names alone."""
+    job = Job.from_dict(json.loads((collection / "runs/run6/manifest.json").read_text())["job"])
     monkeypatch.chdir(collection.parent)
-    for path in (collection, Path(collection.name), collection / ".." / collection.name):
-        with pytest.raises(TraceError, match="cannot judge it, got run6"):
-            evaluate_heldout(predictor, path, role="heldout")
+    for taught in ({"jobs": [job_digest(job)]}, {"jobs": None, "runs": ["run6"]}):
+        predictor = replace(trained[0], manifest={**trained[0].manifest, **taught})
+        for path in (collection, Path(collection.name), collection / ".." / collection.name):
+            with pytest.raises(TraceError, match="cannot judge it, got run6"):
+                evaluate_heldout(predictor, path, role="heldout")
 
 
 def test_the_saved_predictor_is_the_trained_one_and_is_registered(trained: tuple[Predictor, Path]) -> None:
