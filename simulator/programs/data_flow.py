@@ -151,7 +151,7 @@ class DataFlow:
             if letter == "k":
                 self._kept.append(self.newest)
             elif letter == "j":
-                self.newest = [*self.newest, *(self._kept.pop() if self._kept else ())]
+                self.newest = [*dict.fromkeys([*self.newest, *(self._kept.pop() if self._kept else ())])]
             elif letter == "s" and self._kept:
                 self.newest, self._kept[-1] = self._kept[-1], self.newest
             elif letter in "nN":

@@ -111,3 +111,15 @@ def test_letters_keep_swap_and_join() -> None:
     assert flow.reads(3, "d", "j") == [2, 1]
     assert flow.reads(4, "e", "x") == [] and flow.newest == [3]
     assert flow.reads(5, "f", "(") == [] and flow.reads(6, "g", ")") == [3]
+
+
+def test_reads_do_not_double_with_every_layer() -> None:
+    """A pass of weight gradients alone hands nothing on: all its branches hold what enters the segment."""
+    flow = DataFlow()
+    for node in range(64):
+        assert flow.reads(node, "layer.out", "jkbw") == [ENTERS]
+        flow.follow("k")
+    deep = next(value for name, value in ALL.items() if "zb" in str(value.get("schedule", "")))
+    for segment in lower(job({**deep, "layers": 48}), HARDWARE["h100-sxm-80gb"]).segments:
+        assert len(data_edges(segment.program)) == sum(why is Dependency.DATA for *_, why in segment.program.edges)
+        assert len(data_edges(segment.program)) < 10 * len(segment.program)
