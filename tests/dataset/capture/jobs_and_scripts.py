@@ -1,7 +1,7 @@
 """Captured scripts against the jobs that they run: ``python -m tests.dataset.capture.jobs_and_scripts [*fsdp*]``.
 
-It captures a script of the harness for each strategy of ``cases.toml`` whose name matches, and prints how collectives,
-FLOP and the predicted step differ from those of the job.
+It captures a script of the harness for each strategy of ``strategies.toml`` whose name matches, and prints how
+collectives, FLOP and the predicted step differ from those of the job.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import math
 import re
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective
 from stepsight.experiments.reports.text_table import table_of
-from stepsight.experiments.studies.study import Row, cases
+from stepsight.experiments.studies.study import Row
 from stepsight.experiments.studies.torch_agreement import tracked_job
 from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.programs.lower import Lowered
@@ -35,7 +36,7 @@ Counts = Counter[tuple[str, int, int]]  # by kind, bytes and group size
 
 def strategies() -> dict[str, Row]:
     """Sizes and degrees of every strategy, by name."""
-    found = cases("capture")
+    found = tomllib.loads(Path(__file__).with_name("strategies.toml").read_text("utf-8"))
     models: dict[str, Row] = found["models"]
     return {name: {**models[re.split("[ ,]", name)[0]], **own} for name, own in found["strategies"].items()}
 
