@@ -12,8 +12,7 @@ from typing import Any
 from stepsight.dataset.base.errors import StepsightError, TraceError, repeated
 from stepsight.dataset.base.registry import Registry, check_takes
 from stepsight.dataset.graph.program import COLLECTIVE, Dependency, Program
-from stepsight.dataset.graph.rank_trace import Placement, RankTrace, rank_trace
-from stepsight.dataset.graph.rendezvous import meetings, numbered_alike
+from stepsight.dataset.graph.rank_trace import Placement, RankTrace, meetings, numbered_alike, rank_trace
 from stepsight.dataset.traces.assembly import graph_of_trace
 from stepsight.dataset.traces.read_rank import read_kineto, read_rank
 

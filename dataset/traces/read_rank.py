@@ -17,8 +17,7 @@ from stepsight.dataset.traces.assembly import MICROSECOND, Assembly
 from stepsight.dataset.traces.device_graph import Parts, launch_rows, tie, with_assumed_launches, with_stand_ins
 from stepsight.dataset.traces.event_columns import RankEvents, picked, well_formed
 from stepsight.dataset.traces.host_calls import CallTree, Steps, call_tree, find_steps, observed_steps, segment_spans
-from stepsight.dataset.traces.host_graph import host_graph
-from stepsight.dataset.traces.host_works import host_call_starts
+from stepsight.dataset.traces.host_graph import host_call_starts, host_graph
 from stepsight.dataset.traces.kernel_kinds import CollectiveNodes, KernelKinds, launches, mask_of
 from stepsight.dataset.traces.stream_waits import StreamWaits
 

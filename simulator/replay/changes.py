@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.graph.columns import merge
 from stepsight.dataset.graph.program import COLLECTIVE, OP, WHY_NUMBER, Dependency, Program
-from stepsight.dataset.graph.rendezvous import meetings
+from stepsight.dataset.graph.rank_trace import meetings
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
 from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.replay.replay import replay

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.program import Program
-from stepsight.dataset.graph.rendezvous import Meeting, meetings
+from stepsight.dataset.graph.rank_trace import Meeting, meetings
 from stepsight.dataset.traces.read_rank import lateness
 from stepsight.simulator.clock.engine import DelayedGraph, delayed_paths
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.graph.rendezvous import meetings
+from stepsight.dataset.graph.rank_trace import meetings
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.traces.chakra_graph import read_nodes
 from stepsight.dataset.traces.import_traces import import_ranks, summary
