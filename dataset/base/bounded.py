@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.errors import MALFORMED, StepsightError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -82,6 +82,17 @@ def reason(error: Exception) -> str:
         return "it is nested thousands deep"
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return "no " * isinstance(error, KeyError) + (text.splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def parsing(rule: str, kind: type[StepsightError]) -> Iterator[None]:
+    """Raise ``kind`` with a rule for a file and the problem, where reading the file fails; its own errors pass."""
+    try:
+        yield
+    except kind:
+        raise
+    except (OSError, EOFError, *MALFORMED) as error:
+        raise kind(f"{rule}: {reason(error)}") from None
 
 
 def read_file(path: Path) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.bounded import read_numbers, read_parquet, reason
+from stepsight.dataset.base.bounded import parsing, read_numbers, read_parquet
 from stepsight.dataset.base.errors import CaptureError, StepsightError
 from stepsight.dataset.base.files import new_folder, read_json, write_json
 from stepsight.dataset.graph.columns import EDGE_COLUMNS, HOST, NODE_COLUMNS, PHASES, WHY_NUMBER, Dependency
@@ -143,7 +143,7 @@ def read_captured(folder: Path) -> Captured:
         return Captured.of_program(Program.load(folder))
     if sizes := captures_in(folder):
         raise CaptureError(f"{folder} holds captures of several world sizes: name one of {', '.join(map(str, sizes))}")
-    try:
+    with parsing(f"{folder} must be a folder that `stepsight capture` wrote", CaptureError):
         tree = read_json(folder / MANIFEST)
         if tree["form"] != FORM:
             raise ValueError(f"form must be {FORM}, got {tree['form']!r:.40}")
@@ -154,8 +154,6 @@ def read_captured(folder: Path) -> Captured:
             raise ValueError("it must hold at least one rank, got none")
         ranks = tuple(_read_rank(folder, int(rank), world_size) for rank in tree["ranks"])
         return Captured(str(tree["script"]), world_size, local_size, str(tree["torch"]), ranks)
-    except (OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CaptureError(f"{folder} must be a folder that `stepsight capture` wrote: {reason(error)}") from None
 
 
 def _read_rank(folder: Path, rank: int, world_size: int) -> CapturedRank:

@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.base.bounded import read_text, read_toml, reason
+from stepsight.dataset.base.bounded import parsing, read_text, read_toml, reason
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import parse_json, preset
 from stepsight.dataset.job.job import Job
@@ -36,10 +36,8 @@ def read_source(path: Path) -> str:
     Raises:
         JobError: If it cannot be read, is no text, or is too long.
     """
-    try:
+    with parsing(f"cannot read configuration {path}", JobError):
         text = read_text(path, "utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"cannot read configuration {path}: {reason(error)}") from None
     if len(text) > MOST_CHARACTERS:
         raise JobError(f"a configuration must have at most {MOST_CHARACTERS} characters, got {len(text)} in {path}")
     return text
@@ -61,11 +59,9 @@ def read_tables(path: Path) -> Mapping[str, Any]:
         JobError: If it is something else, or holds more than the limits.
     """
     text = read_source(path)
-    try:
+    with parsing(f"{path} is not valid {path.suffix.lstrip('.').upper()}", JobError):
         value = read_toml(path, "utf-8-sig") if path.suffix == ".toml" else parse_tables(text, path.suffix)
         _count(value)
-    except (ValueError, RecursionError) as error:
-        raise JobError(f"{path} is not valid {path.suffix.lstrip('.').upper()}: {reason(error):.200}") from None
     if not isinstance(value, Mapping):
         raise JobError(f"{path} must hold tables of values, got {type(value).__name__}")
     return value

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.base.bounded import read_numbers, read_parquet
+from stepsight.dataset.base.bounded import parsing, read_numbers, read_parquet
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.base.files import new_file, read_json, write_json
 from stepsight.dataset.graph.columns import COLLECTIVE, EDGE_COLUMNS, HOST, NODE_COLUMNS, NODE_KINDS, OP, PHASES, WHY
@@ -64,15 +64,13 @@ def work_to_list(work: Op | Collective) -> list[Any]:
 def read_facts(folder: Path, stem: str) -> dict[str, Any]:
     """Read what ``write_graph`` wrote, as ``Program.of_columns`` takes it; raises ``TraceError`` if it is not that."""
     path = Path(folder) / f"{stem}.json"
-    try:
+    advice = "if another version of stepsight wrote it, import the trace again"
+    with parsing(f"{path} must be an imported graph with its tables ({advice})", TraceError):
         tree = read_json(path)
         if tree.get("form") != FORM:
             raise ValueError(f"form must be {FORM}, got {tree.get('form')!r:.40}: import the trace again")
         graph = _graph(tree, *(read_parquet(Path(folder) / f"{stem}.{name}.parquet") for name in ("nodes", "edges")))
         check_sizes(graph["works"], "an imported graph")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
-        advice = "if another version of stepsight wrote it, import the trace again"
-        raise TraceError(f"{path} must be an imported graph with its tables, got {error}; {advice}") from None
     check_graph(graph, path)
     return graph
 
@@ -80,10 +78,8 @@ def read_facts(folder: Path, stem: str) -> dict[str, Any]:
 def read_steps(folder: Path, stem: str) -> tuple[float, ...]:
     """Seconds of each traced step of a written graph, without its tables; raises ``TraceError`` if it is none."""
     path = Path(folder) / f"{stem}.json"
-    try:
+    with parsing(f"{path} must describe an imported graph", TraceError):
         return tuple(float(end) - float(begin) for begin, end in read_json(path)["steps_s"])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise TraceError(f"{path} must describe an imported graph, got {error}") from None
 
 
 def _graph(tree: dict[str, Any], nodes: Any, edges: Any) -> dict[str, Any]:

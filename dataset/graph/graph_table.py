@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.bounded import read_numbers, read_parquet
+from stepsight.dataset.base.bounded import parsing, read_numbers, read_parquet
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.columns import NODE_KINDS, PHASES, Floats, Ints
 from stepsight.dataset.graph.graph_files import write_columns
@@ -97,7 +97,7 @@ class GraphTable:
     @classmethod
     def load(cls, folder: Path) -> GraphTable:
         """Read what ``save`` wrote; raises ``TraceError`` if it is not that."""
-        try:
+        with parsing(f"{folder} must hold the tables of a graph dataset", TraceError):
             listed = read_parquet(Path(folder) / "graphs.parquet").to_pydict()
             for name, kind in ABOUT.items():
                 for value in listed[name]:
@@ -116,8 +116,6 @@ class GraphTable:
                     counts = np.diff(table.bounds[node])[table.rows[end]["graph"]]
                     if (ends < 0).any() or (ends >= counts).any():
                         raise ValueError(f"edges must lead to nodes of their graph in {_file(end)}")
-        except (OSError, KeyError, ValueError, IndexError, TypeError, OverflowError) as error:
-            raise TraceError(f"{folder} must hold the tables of a graph dataset: {error}") from None
         return table
 
     def hetero_data(self, place: int) -> HeteroData:

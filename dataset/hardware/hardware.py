@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from stepsight.dataset.base.bounded import parsing
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import SUFFIXES, file_version, only_one, preset, read_facts
@@ -84,10 +85,8 @@ def unknown_hardware(name: str) -> str:
 
 def stated_hardware(table: Mapping[str, Any]) -> str:
     """The table ``[cluster.hardware]`` of a job as the text that represents it in a ``Job``."""
-    try:
+    with parsing("cluster.hardware must be a table of numbers and texts", JobError):
         return json.dumps({"name": "custom", **table}, sort_keys=True)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise JobError(f"cluster.hardware must be a table of numbers and texts: {error}") from None
 
 
 @cached(64)

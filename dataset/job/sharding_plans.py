@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from stepsight.dataset.base.bounded import MOST_TABLES, read_text
+from stepsight.dataset.base.bounded import MOST_TABLES, parsing, read_text
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import preset, read_document
 from stepsight.dataset.hardware.hardware import find_hardware
@@ -165,10 +165,8 @@ def read_tables(path: str | Path) -> list[dict[str, Any]]:
     """
     path = Path(path)
     if path.suffix == ".csv":
-        try:
+        with parsing(f"cannot read tables from {path}", JobError):
             rows = list(csv.DictReader(read_text(path, "utf-8-sig", MOST_TABLES).splitlines()))
-        except (OSError, ValueError) as error:
-            raise JobError(f"cannot read tables from {path}: {error!s:.200}") from None
         return [{key: _cell(key, value) for key, value in row.items() if value} for row in rows]
     read = read_document(path, f"the tables {path}")
     inner = read.get("model", read) if isinstance(read, Mapping) else read

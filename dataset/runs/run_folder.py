@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stepsight.dataset.base.bounded import read_file
+from stepsight.dataset.base.bounded import parsing, read_file
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.base.files import IF_SET, OPTIONAL, UNSAVED, Saved, digest, new_folder, read_json, write_json
 from stepsight.dataset.graph.graph_files import write_graph
@@ -86,19 +86,13 @@ def read_collection(folder: Path) -> Collection:
     runs = tuple(read_manifest(path) for path in folders if path not in imported)
     events = tuple(path for path in _entries(folder / "events") if path.suffix == ".json")
     there = {"runs": {manifest.name for manifest in runs}, "events": {path.stem for path in events}}
-    try:
+    with parsing(f"{folder / 'plan.json'} must hold lists of runs and events with names", TraceError):
+        entries = {key: [typed(entry, dict, f"one of {key}") for entry in plan.get(key, ())] for key in there}
         absent, absent_events = (
-            tuple(name for entry in plan.get(key, ()) if (name := _planned_name(entry, key)) not in names)
+            tuple(name for entry in entries[key] if (name := typed(entry.get("name"), str, "name")) not in names)
             for key, names in there.items()
         )
-    except (TypeError, ValueError) as error:
-        rule = f"a plan must hold lists of runs and events with names: {error}"
-        raise TraceError(f"{rule} in {folder / 'plan.json'}") from None
     return Collection(folder, runs, absent, events, absent_events, imported)
-
-
-def _planned_name(entry: Any, key: str) -> str:
-    return typed(typed(entry, dict, f"one of {key}").get("name"), str, "name")
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -148,7 +142,7 @@ def is_imported(folder: Path) -> bool:
 def read_imported(folder: Path) -> ImportedRun:
     """Read the manifest of an imported run."""
     path = Path(folder) / MANIFEST
-    try:
+    with parsing(f"{path} must be the manifest of an imported run", TraceError):
         tree = read_json(path)
         if tree.get("schema") != SCHEMA or tree.get("imported") is not True:
             raise ValueError(f"schema must be {SCHEMA} and imported true")
@@ -156,8 +150,6 @@ def read_imported(folder: Path) -> ImportedRun:
         if not run.ranks or not all(re.fullmatch(r"rank\d+", stem) for stem in run.ranks.values()):
             raise ValueError(f"ranks must name their files rank0, rank1 …, got {tree['ranks']!r:.80}")
         return run
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise TraceError(f"{path} must be the manifest of an imported run: {error}") from None
 
 
 def write_imported(
@@ -267,7 +259,7 @@ def read_event_file(path: Path, tree: dict[str, Any] | None = None) -> EventFile
     tree = read_object(path) if tree is None else tree
     if tree.get("schema") != SCHEMA:
         raise TraceError(f"an event file must have schema = {SCHEMA}, got {tree.get('schema')!r:.80} in {path}")
-    try:
+    with parsing(f"{path} must be an event profile", TraceError):
         if not (busy := _size(tree.get("busy"), "busy")):
             raise ValueError(f"busy must be >= 1, got {busy}")
         records = [typed(record, dict, "a record") for record in typed(tree.get("records"), list, "records")]
@@ -285,9 +277,6 @@ def read_event_file(path: Path, tree: dict[str, Any] | None = None) -> EventFile
         told = [(record.get("op") or {}).get("call", [""]) for record in records]
         calls = tuple(typed(typed(call, list, "call")[0], str, "name of a call") for call in told)
         return EventFile(path, busy, works, seconds, host, fresh, calls, facts, box, device)
-    except (LookupError, TypeError, ValueError, OverflowError) as error:
-        why = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise TraceError(f"{path} must be an event profile: {why}") from None
 
 
 def _work(record: dict[str, Any]) -> Op | Collective:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from stepsight.dataset.base.bounded import parsing
 from stepsight.dataset.base.errors import JobError, TraceError
 from stepsight.dataset.base.files import IF_SET, OPTIONAL, UNSAVED, Saved, check_type, read_document, read_json
 from stepsight.dataset.hardware.hardware import BOX, Fabric, fabric_from_dict
@@ -78,17 +79,13 @@ def read_manifest(folder: Path) -> RunManifest:
     if missing:
         rule = "a run manifest must have name, job, world_size and rounds"
         raise TraceError(f"{rule}, got no {', '.join(missing)} in {path}")
-    try:
+    with parsing(f"a run manifest must have a valid job and fields of the right type, got {path}", TraceError):
         for key, value in tree.items():
             if isinstance(value, str):
                 typed(value, str, key)
         if "stand_in" in tree:
             tree["stand_in"] = typed(typed(tree["stand_in"], dict, "stand_in").get("rank"), int, "stand_in.rank")
         manifest = RunManifest.from_dict({**tree, "compiled": tree.get("compile", False)}, folder=folder)
-    except JobError as error:
-        raise TraceError(f"a run manifest must hold a valid job, got {error} in {path}") from None
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        raise TraceError(f"a run manifest must have fields of the right type: {error} in {path}") from None
     _check_manifest(manifest, path)
     return manifest
 
@@ -140,12 +137,8 @@ def _check_manifest(manifest: RunManifest, path: Path) -> None:
 
 def read_object(path: Path) -> dict[str, Any]:
     """The table that a JSON file of a run or collection holds."""
-    try:
+    with parsing(f"a run or collection must have {path.name} of whole JSON, got {path}", TraceError):
         tree = read_json(path)
-    except OSError as error:
-        raise TraceError(f"a run or collection must have {path.name}, got {path} ({error.strerror})") from None
-    except ValueError as error:
-        raise TraceError(f"{path} must be whole JSON, got {error}") from None
     if not isinstance(tree, dict):
         raise TraceError(f"{path} must hold a JSON object, got {type(tree).__name__}")
     return tree

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stepsight.dataset.base.bounded import read_parquet, read_unpacked, reason
+from stepsight.dataset.base.bounded import parsing, read_parquet, read_unpacked, reason
 from stepsight.dataset.base.errors import MALFORMED, TableError, repeated, shorten
 from stepsight.dataset.base.files import new_file
 from stepsight.dataset.hardware.hardware import HARDWARE, canonical_hardware, find_hardware, reported_devices
@@ -116,10 +116,8 @@ class Measurements:
     @staticmethod
     def from_parquet(path: Path) -> Measurements:
         """Read what ``to_parquet`` wrote."""
-        try:
+        with parsing(f"a table of measurements must be a Parquet file, got {path}", TableError):
             table = read_parquet(path)
-        except OSError as error:
-            raise TableError(f"a table of measurements must be a Parquet file, got {path} ({reason(error)})") from None
         meta = (table.schema.metadata or {}).get(_META)
         if meta is None or table.schema.remove_metadata() != _schema():
             rule = f"a table of measurements must have columns {', '.join(_schema().names)}"
@@ -127,7 +125,7 @@ class Measurements:
             raise TableError(f"{rule} and what stepsight wrote beside them, got {got}")
         shared: dict[tuple[Any, ...], Op | Collective] = {}
         works: list[Op | Collective] = []
-        try:
+        with parsing(str(path), TableError):
             *signatures, seconds, device, fabric, software, source = (tuple(each.to_pylist()) for each in table.columns)
             for kind, dims, dtype, *sizes in zip(*signatures, strict=True):  # equal rows share one object
                 key = (kind, *dims, dtype, *sizes)
@@ -139,8 +137,6 @@ class Measurements:
             skipped = {str(why): int(count) for why, count in said["skipped"].items()}
             times = np.array(seconds, float)
             return Measurements(tuple(works), times, device, fabric, software, source, files, skipped)
-        except MALFORMED as error:
-            raise TableError(f"{path}: {reason(error)}") from None
 
 
 def _schema() -> pa.Schema:

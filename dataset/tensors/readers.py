@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import ChainMap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.base.errors import MALFORMED, CaptureError, StepsightError
+from stepsight.dataset.base.bounded import parsing
+from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tensors.calls import Shapes, TensorCall, layout_of
 from stepsight.dataset.tensors.ranks import TensorStep
@@ -132,16 +133,9 @@ class ModelReader(ABC):
         )
 
 
-@contextmanager
-def named(title: str) -> Iterator[None]:
+def named(title: str) -> AbstractContextManager[None]:
     """Raise ``CaptureError`` with a node's title for what a damaged node makes fail."""
-    try:
-        yield
-    except StepsightError:
-        raise
-    except MALFORMED as error:
-        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise CaptureError(f"{title:.160} must be whole and fit its inputs: {why:.200}") from None
+    return parsing(f"{title:.160} must be whole and fit its inputs", CaptureError)
 
 
 def check_order(nodes: Iterable[tuple[str, Sequence[str], Sequence[str]]], given: Iterable[str]) -> None:

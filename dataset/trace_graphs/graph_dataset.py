@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from stepsight.dataset.base.bounded import parsing
 from stepsight.dataset.base.caching import without_collection
 from stepsight.dataset.base.errors import TraceError, printable
 from stepsight.dataset.base.files import digest, digest_files, new_folder, preset, read_json, write_json, write_text
@@ -211,12 +212,10 @@ def _of_job(job: Job) -> tuple[str, str]:
 def read_index(root: Path) -> dict[str, Any]:
     """Index of a dataset; raises ``TraceError`` if the folder holds none, or one of another form."""
     path = Path(root) / INDEX
-    try:
+    with parsing(f"{root} must be a dataset that `stepsight dataset` made", TraceError):
         index = read_json(path)
         if index["form"] != FORM:
             raise ValueError(f"form must be {FORM}, got {index['form']!r:.40}: make it again")
         if tuple(index["kinds"]) != kind_names() or tuple(index["dtypes"]) != DTYPES:
             raise ValueError("its kinds of ops are not those of this version")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TraceError(f"{root} must be a dataset that `stepsight dataset` made: {error}") from None
     return dict(index)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.base.bounded import read_unpacked, read_varint, reason
+from stepsight.dataset.base.bounded import parsing, read_unpacked, read_varint
 from stepsight.dataset.base.errors import MALFORMED, TraceError
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, Dependency, Program
 from stepsight.dataset.graph.rank_trace import Rendezvous
@@ -269,14 +269,9 @@ def read_nodes(path: Path) -> list[ChakraNode]:
     ``Node`` (``schema/protobuf/et_def.proto`` of mlcommons/chakra).  The JSON forms are a table with
     ``workload_graph``, and nodes one after the other as protobuf prints them.
     """
-    try:
+    with parsing(f"{path} must be a whole Chakra execution trace (protobuf or JSON)", TraceError):
         data = read_unpacked(path)
-    except (OSError, ValueError) as error:
-        raise TraceError(f"a Chakra trace must be readable, got {path}: {error}") from None
-    try:
         nodes = list(_json_nodes(data) if data.lstrip()[:1] in (b"{", b"[") else _wire_nodes(data))
-    except MALFORMED as error:
-        raise TraceError(f"{path} must be a whole Chakra execution trace (protobuf or JSON): {reason(error)}") from None
     for number, count in Counter(node.id for node in nodes).most_common(1):
         if count > 1:
             raise TraceError(f"every node of a Chakra trace must have an id of its own, got {number} twice in {path}")

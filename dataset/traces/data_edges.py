@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stepsight.dataset.base.bounded import read_unpacked
+from stepsight.dataset.base.bounded import parsing, read_unpacked
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.columns import Flags, Ints
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, WHY_NUMBER, Dependency, Program
@@ -40,19 +40,13 @@ class TensorCall(NamedTuple):
 
 def read_execution_trace(path: Path) -> list[TensorCall]:
     """Calls of PyTorch's execution trace (``.json`` or ``.json.gz``), in order."""
-    try:
+    with parsing(f"an execution trace must be a readable file of whole JSON, got {path}", TraceError):
         tree = parse(read_unpacked(path))
-    except OSError as error:
-        raise TraceError(f"an execution trace must be a readable file, got {path} ({error.strerror})") from None
-    except ValueError as error:
-        raise TraceError(f"{path} must be whole JSON, got {error}") from None
     nodes = tree.get("nodes") if isinstance(tree, dict) else None
     if not isinstance(nodes, list) or not str(tree.get("schema", "")):
         raise TraceError(f"an execution trace must hold schema and a list nodes, got neither in {path}")
-    try:
+    with parsing(f"nodes of an execution trace must have id, name and inputs, got {path}", TraceError):
         calls = [_call(node) for node in sorted(nodes, key=lambda node: int(node["id"]))]
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        raise TraceError(f"nodes of an execution trace must have id, name and inputs: {error!r} in {path}") from None
     return [call for call in calls if "::" in call.name]
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,7 +14,8 @@ import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.errors import StepsightError, TraceError
+from stepsight.dataset.base.bounded import parsing
+from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.columns import Floats, Ints
 from stepsight.dataset.traces import event_blocks
 from stepsight.dataset.traces.classify import NAMES
@@ -148,15 +148,11 @@ class RankEvents:
         self._kinds, self._arguments = dict[Any, int](), dict[int, dict[str, Any]]()
         self._named: dict[int, str] = {}  # names of ops that are annotations or communication calls, by number
         complete, blocks = 0, event_blocks.EventBlocks(path)
-        try:
+        rule = "every event must be a table with ph, and a complete one with name, tid, ts and dur"
+        with parsing(f"{rule}, got {path}", TraceError):
             for events in blocks:
                 self.num_events += len(events)
                 complete += self._add(events)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            if isinstance(error, TraceError):
-                raise
-            rule = "every event must be a table with ph, and a complete one with name, tid, ts and dur"
-            raise TraceError(f"{rule}, got {type(error).__name__}: {error!s:.120} in {path}") from None
         if not complete:
             rule = "a Kineto trace must hold complete events (ph = X)"
             raise TraceError(f"{rule}, got none among {self.num_events} in {path}")
@@ -273,17 +269,6 @@ class RankEvents:
             raise ValueError("no ts")
         end = float(event.ts) + max(float(event.dur), 0.0)
         return Annotation(str(event.name), float(event.ts), end, self._threads[event.pid, event.tid], event.table())
-
-
-@contextmanager
-def well_formed(path: Path) -> Iterator[None]:
-    """Refuse a file whose events are not as they must be."""
-    try:
-        yield
-    except StepsightError:
-        raise
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
-        raise TraceError(f"{path} must hold well-formed events, got {type(error).__name__}: {error}") from None
 
 
 def _listed(args: Sequence[Any], *names: str) -> list[list[Any]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from stepsight.dataset.base.bounded import parsing
 from stepsight.dataset.base.caching import without_collection
 from stepsight.dataset.base.errors import TraceError, shorten
 from stepsight.dataset.graph.columns import Floats, HostRecord, Ints, covered
@@ -15,7 +16,7 @@ from stepsight.dataset.kinds.op import check_sizes
 from stepsight.dataset.traces import data_edges
 from stepsight.dataset.traces.assembly import MICROSECOND, Assembly
 from stepsight.dataset.traces.device_graph import Parts, launch_rows, tie, with_assumed_launches, with_stand_ins
-from stepsight.dataset.traces.event_columns import RankEvents, picked, well_formed
+from stepsight.dataset.traces.event_columns import RankEvents, picked
 from stepsight.dataset.traces.host_calls import CallTree, Steps, call_tree, find_steps, observed_steps, segment_spans
 from stepsight.dataset.traces.host_graph import host_call_starts, host_graph
 from stepsight.dataset.traces.kernel_kinds import CollectiveNodes, KernelKinds, launches, mask_of
@@ -37,7 +38,7 @@ def read_rank(path: Path, placement: Placement | None = None, execution: Path | 
     Raises ``TraceError`` if it is no whole trace or holds no node, or if the execution trace is of another run.
     """
     events = RankEvents(path)
-    with well_formed(path):
+    with parsing(f"{path} must hold well-formed events", TraceError):
         placement = placement or Placement()
         rank, world_size = _identity(events, placement)
         if len(events.device):

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from stepsight.dataset.base.bounded import parsing
 from stepsight.dataset.base.errors import JobError, StepsightError, shorten
 from stepsight.dataset.base.files import SUFFIXES, check_output_file, read_facts, set_aside
 from stepsight.dataset.base.registry import Registry, did_you_mean
@@ -45,11 +46,8 @@ def describe(path: Path) -> dict[str, Any]:
     if "heldout" in value:
         from stepsight.experiments.reports.job_texts import demo_text
 
-        try:
+        with parsing(f"{path} must be the summary of a demo", StepsightError):
             return _told(value, demo_text)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            got = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            raise StepsightError(f"{path} must be the summary of a demo, got {got}") from None
     if "variants" in value and isinstance(value.get("text"), str):
         return value  # of a study on one GPU
     return _facts_file(path) or _job(Job.from_file(path))

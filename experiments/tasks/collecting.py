@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.base.bounded import reason
+from stepsight.dataset.base.bounded import parsing
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.base.files import check_writable, read_json, write_json
 from stepsight.dataset.capture.captured import COMPOSITE, Captured, CapturedRank
@@ -55,12 +55,10 @@ def is_plan(path: Path) -> bool:
 
 def read_plan(path: Path) -> dict[str, Any]:
     """Read a plan, and check that the harness can run it and that its jobs are valid."""
-    try:
+    with parsing(f"cannot read plan {path}", CollectError):
         plan = check_plan(read_json(path))
         for run in plan["runs"]:
             Job.from_dict(run["job"])
-    except (OSError, ValueError) as error:
-        raise CollectError(f"cannot read plan {path}: {reason(error)}") from None
     return plan
 
 

@@ -178,6 +178,7 @@ def verify_command(
         search: File with strategies to run: the output of `stepsight search JOB --json`.
         top: Number of best strategies to run. Without --search, a search finds them first.
     """
+    from stepsight.dataset.base.bounded import parsing
     from stepsight.dataset.base.files import check_writable, read_json
     from stepsight.dataset.runs.run_manifest import read_box
     from stepsight.experiments.tasks.verifying import strategies_of, verify
@@ -190,12 +191,8 @@ def verify_command(
     if held is not None:
         read = [held.holds(job) for job in read]
     if search is not None:
-        try:
+        with parsing(f"the result of a search must be JSON, got {search}", StepsightError):
             found = read_json(search)
-        except OSError as error:
-            raise StepsightError(f"cannot read the result of a search {search}: {error.strerror}") from None
-        except ValueError as error:
-            raise StepsightError(f"{search} is not valid JSON: {error}") from None
         read = strategies_of(read[0], found if isinstance(found, dict) else {})
     elif top is not None:
         from stepsight.experiments.search.search import search as search_strategies

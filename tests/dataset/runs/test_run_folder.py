@@ -131,7 +131,7 @@ def test_the_trace_of_another_rank_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_plan_in_a_collection_is_one_line(tmp_path: Path, plan: dict[str, object]) -> None:
     write_run(tmp_path)
     (tmp_path / "plan.json").write_text(json.dumps({"schema": 1, **plan}))
-    with pytest.raises(TraceError, match=r"a plan must hold lists .*plan\.json"):
+    with pytest.raises(TraceError, match=r"plan\.json must hold lists "):
         read_collection(tmp_path)
 
 
