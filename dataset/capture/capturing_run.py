@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.base.errors import CaptureError
-from stepsight.dataset.base.files import read_json
+from stepsight.dataset.base.files import preset, read_json
 from stepsight.dataset.capture.captured import Captured, CapturedRank, graph_of_record
 from stepsight.dataset.graph.program import COLLECTIVE
 from stepsight.dataset.harness.running.workers import how_ended
@@ -190,22 +190,6 @@ def _own_line(stack: Path, script: Path) -> str:
     return next((f":{line}" for name, line in rows if Path(name).resolve() == script.resolve()), "")
 
 
-_VALUES = "values, which are not computed in a fake world"
-_HINTS = {
-    "DynamicOutputShape": f"the shape of a result depends on {_VALUES}",
-    "DataDependentOutput": f"a result depends on {_VALUES}",
-    "GuardOnDataDependent": f"the script branches on {_VALUES}",
-    "a sharding strategy": "no DTensor takes this op, in a real run neither: leave its module unsharded",
-    "dummy base class": "CUDA graphs are not captured: run the script without them",
-    "FlexAttention does not": "flex_attention is not captured: use scaled_dot_product_attention in its place",
-    "torch/nested/": f"nested tensors are not captured: their sizes are {_VALUES}; pad them",
-    "in _merge_one": "context parallelism adds up parts of attention by rows, and the kernel for fp32 pads its sums to "
-    "32 rows: by PyTorch's own shapes a real run fails too; give each part a multiple of 32 rows, or use bf16",
-    "torchrec/distributed/": "of torchrec's sharded modules EmbeddingBagCollection alone is captured: predict others "
-    "as a job of the family dlrm",
-}
-
-
 def _explained(request: CaptureRequest, rank: int, record: dict[str, Any], said: str) -> str:
     """The error of a rank, with the script's line; ``said``: the last line of output."""
     notes = "".join(f"; {note}" for note in record["notes"][:2])
@@ -218,7 +202,7 @@ def _explained(request: CaptureRequest, rank: int, record: dict[str, Any], said:
     if record["error"].startswith("SystemExit"):
         return f"{where}: the script ended itself ({record['error']}) on rank {rank}: {said}{notes}"
     told = record["error"] + record["trace"]
-    hint = next((f" ({text})" for word, text in _HINTS.items() if word in told), "")
+    hint = next((f" ({text})" for word, text in preset("capture_hints.toml").items() if word in told), "")
     error = record["error"].split("\n")[0]
     return f"{where}: {error}{hint} [rank {rank} of {request.world_size}, after {record['steps']} steps]{notes}"
 

@@ -10,11 +10,11 @@ CONCURRENT = "may_run_concurrently"
 RELATIONS = (*(why.value for why in Dependency), CONCURRENT)
 
 
-def relation_pairs(program: Graph, max_concurrent: int = 16) -> dict[str, Ints]:
+def relation_pairs(program: Graph) -> dict[str, Ints]:
     """Edges by relation, ``(2, e)`` indices into ``program.nodes``; all of ``RELATIONS`` are present."""
     ends = np.stack([program.edge_columns["source"], program.edge_columns["target"]])
     out = {why.value: ends[:, program.edge_columns["why"] == number] for number, why in enumerate(WHY)}
-    return {**out, CONCURRENT: concurrent_pairs(program, max_concurrent)}
+    return {**out, CONCURRENT: concurrent_pairs(program)}
 
 
 def concurrent_pairs(program: Graph, max_concurrent: int = 16) -> Ints:

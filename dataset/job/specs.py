@@ -152,27 +152,21 @@ OTHER_OPTIMIZERS = ("sgd", "adagrad")  # of recommendation models' dense part
 # Checkpoints of Megatron and DeepSpeed, PyTorch's own, and those of recipes for XLA.
 REENTRANT, EARLY_STOP, PROJECTIONS = "reentrant", "early-stop", "projections"
 AXES = ("tp", "cp", "dp", "pp")
-# Words that a field may hold, and each word of a field that holds several.
+# Words that a field may hold, and each word of a field that holds several: those that no code asks for are facts.
 CHOICES: Mapping[str, Collection[Any]] = MappingProxyType(
     {
+        **{key: tuple(words) for key, words in preset("job_facts.toml")["choices"].items()},
         "model.family": FAMILIES,
-        "model.attention": ("mha", "mla"),
-        "model.interaction": ("", "dot", "dcn-v2"),
         "model.lora_targets": tuple(LORA_TARGETS),
         "sharding.rule": RULES,
         "sharding.location": LOCATIONS,
         "sharding.optimizer": SPARSE_OPTIMIZERS,
-        "model.attention_kernels": ("", "flash-1", "flash-2", "flash-3"),
-        "parallel.gradient_dtype": ("", "model", "model-fused", "fp32", "fp32-cast"),
         "parallel.overlap_tp": OVERLAP_TP,
         "parallel.recompute": RECOMPUTE,
         "parallel.recompute_modules": RECOMPUTE_MODULES,
         "parallel.dispatcher": DISPATCHERS,
-        "parallel.zero_stage": (0, 1, 2, 3),
-        "parallel.context_parallel": ("ring", "all_gather", "torch"),
         "parallel.runtime": ("", *RUNTIMES),
         "batch.precision": PRECISIONS,
-        "batch.fp8_scaling": ("delayed", "current", "dynamic", "rowwise", "mxfp8"),
         "optimizer.kind": ("adam", "adamw", *OTHER_OPTIMIZERS),
         "execution.engine": ("", *ENGINES),
         "execution.checkpoint": ("", REENTRANT, EARLY_STOP, PROJECTIONS),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Any, Literal, NoReturn, TypeVar, get_args
@@ -48,14 +47,6 @@ class KindTable(Registry[K]):
         tables.append(self)
         named = {kind.name: kind for kind in kinds}
         super().__init__(noun, named, group=group, check=self._check_kind, error=StepsightError)
-
-    def add(self, kind: K) -> K:
-        """Register a kind; ``StepsightError`` if its name or its code is taken."""
-        return self.register(kind.name, kind)
-
-    def added(self, kind: K) -> AbstractContextManager[K]:
-        """Register a kind for the duration of a ``with`` block, as tests do."""
-        return self.registered(kind.name, kind)
 
     def _check_kind(self, name: str, thing: Any) -> K:
         kind = self._is_kind(name, thing)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.base.bounded import read_file
-from stepsight.dataset.base.errors import MALFORMED, StepsightError, TableError
+from stepsight.dataset.base.bounded import parsing, read_file
+from stepsight.dataset.base.errors import TableError
 from stepsight.dataset.base.files import check_output_file, digest_files, preset
 from stepsight.dataset.base.registry import Registry, check_takes, instance_of
 from stepsight.dataset.kinds import benchmark_names
@@ -186,12 +186,8 @@ def check_table_output(name: str, path: Path, out: Path) -> None:
 
 def _read_file(name: str, path: Path, place: str, root: Path) -> measurements.Measurements:
     rows = measurements.Rows(path)
-    try:
+    with parsing(f"{path}: must be a table of format {name}", TableError):
         FORMATS[name].read(rows)
-    except StepsightError:
-        raise
-    except MALFORMED as error:
-        raise rows.error(f"must be a table of format {name}, got {type(error).__name__}: {error!s:.200}") from None
     licence = FORMATS[name].licence  # unless the nearest LICENSE, up to the folder that was given, says another
     above = (*takewhile(lambda folder: folder != root, path.parents), root)
     if nearest := next((folder / "LICENSE" for folder in above if (folder / "LICENSE").is_file()), None):

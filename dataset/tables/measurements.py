@@ -304,10 +304,8 @@ class Line:
 
 def read_text(rows: Rows) -> str:
     """Text of a file, packed or not."""
-    try:
+    with parsing(f"{rows.path}: must be a whole text file", TableError):
         return read_unpacked(rows.path).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise rows.error(f"must be a whole text file ({reason(error)})") from None
 
 
 def read_csv(rows: Rows, columns: Sequence[str]) -> Iterator[Line]:

@@ -11,7 +11,8 @@ from itertools import repeat
 from statistics import median
 from typing import Any, cast
 
-from stepsight.dataset.base.bounded import parquet_rows, read_parquet, reason
+from stepsight.dataset.base.bounded import parquet_rows, parsing, read_parquet
+from stepsight.dataset.base.errors import TableError
 from stepsight.dataset.base.files import preset
 from stepsight.dataset.kinds import benchmark_names
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective, Op
@@ -77,11 +78,9 @@ def read_simumax(rows: Rows) -> None:
     is given for bandwidths and networks is fitted, not measured.
     """
     text = read_text(rows)
-    try:
+    with parsing(f"{rows.path}: must be JSON with sys_name and accelerator.op", TableError):
         system = json.loads(text)
         name, tables = system["sys_name"], system["accelerator"]["op"]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise rows.error(f"must be JSON with sys_name and accelerator.op ({reason(error):.200})") from None
     known = _SIMUMAX["devices"].items()
     device = next((ours for start, ours in known if name.startswith(start)), device_name(name))
     for section, table in tables.items():
@@ -307,13 +306,11 @@ def read_aiconfigurator(rows: Rows) -> None:
     loads.
     """
     table = rows.path.name.removesuffix(".parquet").removesuffix("_perf")
-    try:
+    with parsing(f"{rows.path}: must be a Parquet file", TableError):
         if table not in _AIC_WORK:
             rows.skip(f"{table}: no op of a training step", parquet_rows(rows.path))
             return
         found = read_parquet(rows.path)
-    except OSError as error:
-        raise rows.error(f"must be a Parquet file ({reason(error)})") from None
     what, columns = _AIC["tables"][table]
     every = (*_AIC_TEXTS[:4], "latency", *columns.split())
     if missing := [name for name in every if name not in found.column_names and name not in _AIC_OPTIONAL]:

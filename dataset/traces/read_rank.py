@@ -48,10 +48,7 @@ def read_rank(path: Path, placement: Placement | None = None, execution: Path | 
             graph = _device_graph(events, tree, world_size, placement)
         else:
             graph = host_graph(events, tree, world_size, placement, rank)
-        try:
-            check_sizes(graph.works, "a trace")
-        except ValueError as error:
-            raise TraceError(str(error)) from None
+        check_sizes(graph.works, "a trace")
         if execution is not None:
             graph = data_edges.with_tensor_edges(graph, events, tree.parent, execution)
         observed = observed_steps(events, graph.steps_s / MICROSECOND + graph.origin_us)

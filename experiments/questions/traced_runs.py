@@ -82,9 +82,9 @@ class ReplayedRun:
         """Of reading the traces."""
         return list(dict.fromkeys(warning for graph in self.graphs for warning in graph.warnings))
 
-    def step_with(self, change: Change, tally: changes.Tally | None = None) -> float:
+    def step_with(self, change: Change) -> float:
         """Seconds of a step with a change."""
-        return replay(change(self.graphs, tally or changes.Tally())).replayed_s
+        return replay(change(self.graphs, changes.Tally())).replayed_s
 
     def exposed(self) -> list[dict[str, Any]]:
         """Communication beside which a rank computes nothing: rank, seconds of a step, and percent of it."""

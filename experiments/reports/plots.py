@@ -25,12 +25,12 @@ def figure_file(path: Path, width: float = 6.0, height: float = 5.0) -> Iterator
     pyplot.close(figure)
 
 
-def _finish(axes: Any, title: str, x: str, y: str, *, log_y: bool = True) -> None:
+def _finish(axes: Any, title: str, x: str, y: str) -> None:
     """Label logarithmic axes; ticks are written as 20, 50, 100 instead of powers of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    axes.set(xscale="log", yscale="log" if log_y else "linear", title=title, xlabel=x, ylabel=y)
-    for axis in (axes.xaxis, axes.yaxis) if log_y else (axes.xaxis,):
+    axes.set(xscale="log", yscale="log", title=title, xlabel=x, ylabel=y)
+    for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axis.set_minor_formatter(NullFormatter())

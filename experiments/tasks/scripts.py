@@ -235,7 +235,7 @@ def ranks_of(text: str | None) -> int | None:
     return int(text)
 
 
-def collect_script(script: Script, out: Path, event_seconds: float, *, progress: bool = True) -> dict[str, Any]:
+def collect_script(script: Script, out: Path, event_seconds: float) -> dict[str, Any]:
     """Run a script, trace it, import the traces, and measure its distinct ops and collectives. A killed collection
     resumes: with the script, with the import, or where the measurements stopped.
     """
@@ -251,7 +251,7 @@ def collect_script(script: Script, out: Path, event_seconds: float, *, progress:
             log = out / "logs" / "script.log"
             try:
                 with new_folder(folder) as part:  # it is written completely or not at all
-                    measured = run_script(script.path, settings, part, log, ranks, "collect" if progress else "")
+                    measured = run_script(script.path, settings, part, log, ranks, "collect")
                     profiled = [max(column) for column in zip(*(r["profiled_seconds"] for r in measured), strict=True)]
                     told = {name: measured[0][name] for name in ("steps_by", "device", "threads")}
                     told |= {"rounds": slowest_of(measured), "profiled_seconds": profiled}
@@ -270,7 +270,7 @@ def collect_script(script: Script, out: Path, event_seconds: float, *, progress:
             more = {name: facts[name] for name in ("role", "rounds", "profiled_seconds", "script", "arguments")}
             write_imported(found.graphs, found.sources, out, None, found.warnings, name=script.name, more=more)
             write_json(out / "plan.json", plan)
-    summary = run_plan(read_json(out / "plan.json"), out, progress=progress)
+    summary = run_plan(read_json(out / "plan.json"), out)
     seconds = [each for steps in facts["rounds"] for each in steps]
     warnings = list(read_imported(out / "runs" / script.name).warnings)
     own = {"run": script.name, "steps_by": facts["steps_by"], "step_seconds": seconds, "warnings": warnings}

@@ -118,7 +118,7 @@ class CollectiveKindContract:
 
 def _known(registry: Any, kind: OpKind | CollectiveKind) -> Any:
     """A context in which a kind is registered."""
-    return nullcontext() if registry.get(kind.name) is kind else registry.added(kind)
+    return nullcontext() if registry.get(kind.name) is kind else registry.registered(kind.name, kind)
 
 
 @contextmanager

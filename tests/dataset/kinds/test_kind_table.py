@@ -28,7 +28,7 @@ def _kind(name: str = "scan", code: int = -1) -> OpKind:
 
 def test_a_registered_kind_is_known_until_it_is_removed() -> None:
     before, version = tuple(OP_KINDS), kinds_version()
-    with OP_KINDS.added(_kind()) as kind:
+    with OP_KINDS.registered("scan", _kind()) as kind:
         op = Op("scan", (4, 8), "fp32")
         assert op.record is kind and (op.flops, op.num_bytes) == (96.0, 256.0)
         assert kinds_version() != version
@@ -39,7 +39,7 @@ def test_a_registered_kind_is_known_until_it_is_removed() -> None:
 
 def test_a_registered_collective_is_known_until_it_is_removed() -> None:
     gossip = CollectiveKind(name="gossip", counts="the message to a neighbour", passes=0.5)
-    with COLLECTIVE_KINDS.added(gossip):
+    with COLLECTIVE_KINDS.registered("gossip", gossip):
         assert Collective("gossip", 8, 2, 2).record is gossip
     assert "gossip" not in COLLECTIVE_KINDS
 
@@ -71,7 +71,7 @@ def test_a_code_that_is_not_given_follows_from_the_name_alone() -> None:
 def test_names_and_codes_are_never_shared(kind: OpKind, message: str) -> None:
     before = tuple(OP_KINDS)
     with pytest.raises(StepsightError, match=message):
-        OP_KINDS.add(kind)
+        OP_KINDS.register(kind.name, kind)
     assert tuple(OP_KINDS) == before
 
 
@@ -82,7 +82,7 @@ def test_kinds_of_the_package_stay() -> None:
 
 def test_a_record_can_be_changed_into_another() -> None:
     longer = replace(OP_KINDS["gelu"], name="gelu_exact", code=-1, flops=lambda n: 20.0 * n)
-    with OP_KINDS.added(longer):
+    with OP_KINDS.registered(longer.name, longer):
         assert Op("gelu_exact", (8,)).flops == 2 * Op("gelu", (8,)).flops
 
 
@@ -141,7 +141,7 @@ def test_a_record_with_a_mistake_is_refused(changed: dict[str, Any], message: st
 def test_a_cost_that_is_no_number_is_refused_where_it_is_asked_for() -> None:
     """Checks of the record see a few dims only; an op of other dims says what is wrong with its kind."""
     grown = OpKind(**{**SCAN, "flops": lambda b, n: 100.0 - n, "elements": lambda b, n: nan if n > 8 else n})
-    with OP_KINDS.added(grown):
+    with OP_KINDS.registered(grown.name, grown):
         assert Op("scan", (1, 8)).flops == 92.0
         with pytest.raises(StepsightError, match=r"flops of scan\[1x200\]bf16 must be a finite number >= 0, got -100"):
             _ = Op("scan", (1, 200)).flops

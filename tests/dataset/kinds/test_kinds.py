@@ -38,7 +38,7 @@ def test_a_message_is_carried_by_the_span_of_its_direction() -> None:
 
 def test_a_registered_collective_is_read() -> None:
     assert "gather" not in nccl_names()
-    with COLLECTIVE_KINDS.added(GATHER):
+    with COLLECTIVE_KINDS.registered("gather", GATHER):
         assert nccl_names()["gather"] == ("gather", "Out")
         assert c10d_calls()["c10d::gather_"] == ("gather", 0)
         assert benchmark_names()["gather"] == "gather" and gloo_spans("gather") == ("gather",)
@@ -50,7 +50,7 @@ def test_its_rows_of_a_table_are_measurements(tmp_path: Path) -> None:
     path = tmp_path / "gather.csv"
     path.write_text(f"{header}\ngather,8,1,h100,1048576,50,50\n")
     assert len(read_table("nccl-tests", path)) == 0
-    with COLLECTIVE_KINDS.added(GATHER):
+    with COLLECTIVE_KINDS.registered("gather", GATHER):
         (work,) = read_table("nccl-tests", path).works
         assert work.kind == "gather"
         with pytest.raises(ValueError, match="got"):

@@ -112,7 +112,7 @@ def test_a_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
 def test_json_that_nobody_writes_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     run = write_run(tmp_path)
     (run / "manifest.json").write_text(text)
-    with pytest.raises(TraceError, match=r"^.*manifest\.json must be whole JSON, .*$"):
+    with pytest.raises(TraceError, match=r"^.*must have manifest\.json of whole JSON, .*$"):
         read_run(run)
 
 

@@ -49,8 +49,8 @@ def scan() -> OpKind:
 def more_kinds() -> Iterator[None]:
     """Within the block there are one more op kind and one more collective kind."""
     with ExitStack() as stack:
-        stack.enter_context(OP_KINDS.added(scan()))
-        stack.enter_context(COLLECTIVE_KINDS.added(CollectiveKind(name="gossip", counts="the message")))
+        stack.enter_context(OP_KINDS.registered("scan", scan()))
+        stack.enter_context(COLLECTIVE_KINDS.registered("gossip", CollectiveKind(name="gossip", counts="the message")))
         yield
 
 
@@ -149,7 +149,7 @@ def test_a_kind_with_another_code_is_named(predictor: Predictor, tmp_path: Path)
     with more_kinds():
         _trained_on_scan(predictor, tmp_path / "p")
     with (
-        OP_KINDS.added(replace(scan(), code=99)),
+        OP_KINDS.registered("scan", replace(scan(), code=99)),
         pytest.raises(PredictorError, match=r"trained with, got scan \d+ != 99: register"),
     ):
         Predictor.load(tmp_path / "p")
@@ -161,7 +161,7 @@ def test_features_that_are_not_there_are_named(predictor: Predictor, tmp_path: P
         _trained_on_scan(predictor, tmp_path / "p")
     fewer = replace(scan(), dim_names=DIMS[:-1])
     with (
-        OP_KINDS.added(fewer),
+        OP_KINDS.registered("scan", fewer),
         pytest.raises(PredictorError, match=f"does not have: log_dim{len(DIMS) - 1}: register"),
     ):
         Predictor.load(tmp_path / "p")
