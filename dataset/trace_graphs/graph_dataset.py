@@ -25,7 +25,8 @@ from stepsight.dataset.graph.program import NODE_KINDS, Program
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.runs import run_folder
-from stepsight.dataset.trace_graphs.traced_graphs import UnmeasuredRun, call_segments, segment_graphs, step_graphs
+from stepsight.dataset.trace_graphs.call_segments import UnmeasuredRun, call_segments
+from stepsight.dataset.trace_graphs.traced_graphs import segment_graphs, step_graphs
 
 Progress = Callable[[int, int], None]
 INDEX = "dataset.json"

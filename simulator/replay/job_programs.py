@@ -16,7 +16,7 @@ from stepsight.dataset.graph.relations import positions
 from stepsight.dataset.hardware.hardware import Hardware, find_hardware, unknown_hardware
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.trace_graphs.traced_graphs import UnmeasuredRun, call_segments
+from stepsight.dataset.trace_graphs.call_segments import UnmeasuredRun, call_segments
 from stepsight.simulator.clock.engine import COMPUTE
 from stepsight.simulator.memory import estimate_memory
 from stepsight.simulator.programs.data_flow import ENTERS, kept_activations

@@ -17,9 +17,10 @@ from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.graph.relations import CONCURRENT, RELATIONS
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.run_folder import read_run
+from stepsight.dataset.trace_graphs.call_segments import call_segments
 from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
 from stepsight.dataset.trace_graphs.learning_segments import learning_segments
-from stepsight.dataset.trace_graphs.traced_graphs import call_segments, segment_graphs
+from stepsight.dataset.trace_graphs.traced_graphs import segment_graphs
 from stepsight.dataset.traces.import_traces import import_ranks
 from tests.dataset.graph.test_program import overlapped, programs
 from tests.dataset.run_folders import write_run

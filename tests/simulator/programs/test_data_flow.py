@@ -11,7 +11,7 @@ import pytest
 from stepsight.dataset.graph.program import PHASES, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.runs import run_folder
-from stepsight.dataset.trace_graphs.traced_graphs import UnmeasuredRun
+from stepsight.dataset.trace_graphs.call_segments import UnmeasuredRun
 from stepsight.simulator.programs.data_flow import ENTERS, DataFlow
 from stepsight.simulator.programs.lower import lower
 from stepsight.simulator.replay.job_programs import unmeasured_job
