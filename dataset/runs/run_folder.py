@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from stepsight.dataset.base.files import IF_SET, OPTIONAL, UNSAVED, Saved, diges
 from stepsight.dataset.graph.graph_files import write_graph
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace
+from stepsight.dataset.hardware.hardware_facts import Hardware
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import MOST_SIZE, Collective, Op
 from stepsight.dataset.runs.run_manifest import SCHEMA, Box, RunManifest, number, read_manifest, read_object, typed
@@ -229,12 +230,10 @@ def traced_run(trace: Trace) -> TracedRun:
     return TracedRun(manifest.name, manifest.job, list(trace.graphs), manifest.role, timed)
 
 
-FACTS = {  # fields of ``Hardware`` that may be measured: least and most
-    **dict.fromkeys(("memory_bandwidth_bytes_per_s", "memory_bytes"), (1.0, 1e18)),
-    "comm_compute_share": (0.0, 1.0),
-    "op_latency_s": (0.0, 1e3),
-    **dict.fromkeys(("compute_efficiency", "memory_efficiency"), (1e-6, 1.0)),
-}
+# Fields of ``Hardware`` that may be measured.
+_MEASURED = ("memory_bandwidth_bytes_per_s", "memory_bytes", "comm_compute_share", "op_latency_s")
+_MEASURED += ("compute_efficiency", "memory_efficiency")
+_RANGES = {each.name: each.metadata["range"] for each in fields(Hardware) if each.name in _MEASURED}  # least and most
 PEAKS = "peak_flops"  # the fact that is a table by dtype
 
 
@@ -303,7 +302,7 @@ def _positive(value: Any, name: str) -> float:
 
 def _facts(hardware: dict[str, Any]) -> dict[str, Any]:
     """The known fields; unknown fields of later versions are dropped."""
-    facts: dict[str, Any] = {name: number(hardware[name], name, *FACTS[name]) for name in FACTS if name in hardware}
+    facts: dict[str, Any] = {name: number(hardware[name], name, *_RANGES[name]) for name in _RANGES if name in hardware}
     if PEAKS in hardware:
         peaks = typed(hardware[PEAKS], dict, PEAKS)
         facts[PEAKS] = {dtype: _positive(peak, f"{PEAKS}.{dtype}") for dtype, peak in peaks.items()}
