@@ -231,8 +231,10 @@ def traced_run(trace: Trace) -> TracedRun:
 
 
 # Fields of ``Hardware`` that may be measured.
-_MEASURED = ("memory_bandwidth_bytes_per_s", "memory_bytes", "comm_compute_share", "op_latency_s")
-_MEASURED += ("compute_efficiency", "memory_efficiency")
+_MEASURED = (
+    "memory_bandwidth_bytes_per_s", "memory_bytes", "compute_efficiency", "memory_efficiency", "op_latency_s",
+    "comm_compute_share",
+)  # fmt: skip
 _RANGES = {each.name: each.metadata["range"] for each in fields(Hardware) if each.name in _MEASURED}  # least and most
 PEAKS = "peak_flops"  # the fact that is a table by dtype
 
