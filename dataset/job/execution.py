@@ -87,7 +87,6 @@ class StateSemantics:
 class OverlapSemantics:
     """Which ops overlap, and which wait for each other."""
 
-    tensor_parallel: str = ""  # as overlap_tp of ParallelSpec
     gradients: bool = True  # gradients travel while backward runs
     parameters: bool = False  # as overlap_param_gather
     prefetch: int = 1
@@ -207,7 +206,6 @@ def _semantics(job: Job, on_cpu: bool, unsummed: bool) -> ExecutionSemantics:
         narrow_parameters=states.main_copy and batch.fp8_parameters and precision in QUANTIZED,
     )
     overlap = OverlapSemantics(
-        tensor_parallel=p.overlap_tp,
         gradients=p.overlap_grad_reduce and not unsummed,
         parameters=p.overlap_param_gather,
         prefetch=p.prefetch,

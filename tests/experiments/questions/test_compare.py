@@ -1,5 +1,6 @@
 """Comparing jobs and measured runs."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from stepsight.training.prediction.prediction import predict
 from tests.dataset.run_folders import write_run
 from tests.dataset.traced_jobs import PRODUCT, GpuJob, two_ranks
 
-JOB = Job.from_file(Path(__file__).parents[3] / "examples" / "gpt3-175b-1024.toml")
+EXAMPLES = Path(__file__).parents[3] / "examples"
+JOB = Job.from_file(EXAMPLES / "gpt3-175b-1024.toml")
 
 
 def test_only_what_differs_is_listed() -> None:
@@ -28,6 +30,15 @@ def test_only_what_differs_is_listed() -> None:
         assert sum(row[at] for row in told["causes"].values()) == pytest.approx(side.seconds)
     text = comparison_text(told)
     assert "parallel.schedule" in text and "zb-h1" in text and "bubble" in text
+
+
+def test_what_published_runs_say_of_two_jobs_is_a_fact_that_differs() -> None:
+    """Else a part of the difference would have no cause: it scales every cause of a job alike."""
+    job = Job.from_file(EXAMPLES / "llama2-70b-lora-8h100.toml")
+    pair = predict(job), predict(change_job(job, {"parallel.tp": 8, "parallel.cp": 1}))
+    told = compare_sides([predicted_side(prediction, str(at)) for at, prediction in enumerate(pair)])
+    slower = [100 * math.expm1(each.published.log_factor) for each in pair if each.published]
+    assert told["facts"]["published_runs"] == pytest.approx(slower, abs=0.06) and slower[0] != slower[1]
 
 
 def test_a_job_is_the_same_as_itself() -> None:
