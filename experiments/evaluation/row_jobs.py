@@ -120,11 +120,12 @@ def framework_of(row: Row) -> frameworks.Framework:
     if bucket and number_in(bucket[1], "bucket_cap_mb") > 0:
         changes["bucket_mbytes"] = float(bucket[1])
     if "nemo container" in row.software.lower() or "nemo:" in container.lower():  # what recipes do with a mixture
-        calls, recipe = frameworks.FRAMEWORKS["nemo"].dispatch_calls, find_recipe(row)
+        eager, recipe = frameworks.FRAMEWORKS["nemo"], find_recipe(row)
+        host = {"dispatch_calls": eager.dispatch_calls, "op_calls": eager.op_calls}
         if framework.overlap_ep and "mxfp8" not in row.text("precision").lower():
-            changes |= {"overlap_ep": False, "fused_experts": False, "dispatch_calls": calls}
+            changes |= {"overlap_ep": False, "fused_experts": False, **host}
         if recipe is not None:
-            changes |= {"dispatch_calls": calls, **recipe_habits(recipe)}
+            changes |= {**host, **recipe_habits(recipe)}
         elif row.text("hardware").lower().startswith("gb"):  # CUDA graphs of the router and what precedes the dispatch
             changes["dispatch_calls"] = 0.0
     return replace(framework, **changes) if changes else framework

@@ -273,8 +273,8 @@ def recipes() -> tuple[dict[str, str], ...]:
 
     Its columns: the ``release`` in which a recipe appeared; the beginning of a ``model``'s name without marks; a word
     of the ``device``; ``precisions``: ``bf16``, ``cs`` and ``sc`` (8 bits), ``mx`` (MXFP8) or ``nvfp4``; ``DEGREES``;
-    the ``dispatcher``; ``overlap``: whether all-to-alls run beside another micro-batch; ``graphs``: ``none``, ``parts``
-    or ``whole``; modules that it has to ``recompute``.
+    the ``dispatcher``; ``overlap``: whether all-to-alls run beside another micro-batch; ``graphs``: ``none``,
+    ``router``, ``parts`` (attention as well) or ``whole``; modules that it has to ``recompute``.
     """
     return tuple(sorted(preset("megatron_bridge.csv"), key=lambda line: line["release"]))
 
@@ -289,6 +289,7 @@ def recipe_habits(recipe: Mapping[str, str]) -> dict[str, Any]:
         "overlap_ep": recipe["overlap"] == "yes",
         "fused_experts": graphs == "whole",
         **({"dispatch_calls": 0.0} if free else {}),
+        **({"op_calls": 1.0} if graphs == "whole" else {}),
         **({"recompute": "selective", "recompute_modules": modules} if modules else {}),
     }
 

@@ -107,7 +107,7 @@ def recipe(model: str, hardware: str, precision: str, release: str, **degrees: i
 
 def test_every_line_is_one_that_a_job_can_say() -> None:
     for line in recipes():
-        assert line["dispatcher"] in DISPATCHERS and line["graphs"] in ("none", "parts", "whole")
+        assert line["dispatcher"] in DISPATCHERS and line["graphs"] in ("none", "router", "parts", "whole")
         assert set(line["recompute"].split()) <= set(RECOMPUTE_MODULES)
         assert line["overlap"] in ("yes", "no") and all(line[key].isdigit() for key in DEGREES)
     assert [line["release"] for line in recipes()] == sorted(line["release"] for line in recipes())
@@ -136,8 +136,27 @@ def test_whole_graphs_fuse_experts_and_leave_the_host_nothing() -> None:
     whole = recipe("qwen330ba3b", "GB300", "MXFP8", "26.06", ep=8, micro_batch=8)
     assert whole is not None
     assert recipe_habits(whole) == {
-        "dispatcher": "hybridep", "overlap_ep": True, "fused_experts": True, "dispatch_calls": 0.0,
+        "dispatcher": "hybridep", "overlap_ep": True, "fused_experts": True, "dispatch_calls": 0.0, "op_calls": 1.0,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "free"), [("GB200", "BF16", True), ("GB200", "MXFP8", False), ("GB300", "MXFP8", False)]
+)
+def test_a_host_launches_attention_that_graphs_of_a_router_leave_out(device: str, precision: str, free: bool) -> None:
+    found = recipe("qwen330ba3b", device, precision, "26.04", ep=8, micro_batch=4 if device == "GB200" else 8)
+    assert found is not None and found["graphs"] == ("parts" if free else "router")
+    assert ("dispatch_calls" in recipe_habits(found)) == free
+
+
+def test_hosts_launch_as_before_where_a_release_with_whole_graphs_has_none() -> None:
+    """In 8 bits with one scale a tensor, releases since 26.06 have no graphs on H100; in MXFP8 the iteration is one."""
+    software = {"model_name": "Qwen3_30B_a3B", "framework": "26.06 NeMo Container", "family": "moe", "top_k": 8}
+    cells = {**software, "experts": 128, "tp": 1, "pp": 1, "vp": 1, "gpu_mem_gb": ""}
+    eager = job_of(run_row(**cells, hardware="H100-SXM", precision="FP8", ep=16, dp=16, micro_batch=1))
+    whole = job_of(run_row(**cells, hardware="GB300", precision="MXFP8", ep=8, dp=16, micro_batch=8))
+    assert (eager.job.execution.op_calls, eager.job.execution.dispatch_calls) == (3.0, 195.0)
+    assert (whole.job.execution.op_calls, whole.job.execution.dispatch_calls) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize(("model", "release"), [("llama370b", "26.02"), ("qwen330ba3b", "25.09"), ("qwen330ba3b", "")])
