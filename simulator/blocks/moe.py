@@ -15,7 +15,9 @@ Tokens are those of the busiest expert-parallel rank, for which the others wait:
 DeepEP and HybridEP (github.com/deepseek-ai/DeepEP; Megatron-Core 0.14 to 0.18, ``moe/token_dispatcher.py``,
 ``MoEFlexTokenDispatcher``) send a token once to each rank that has one of its experts.  There it is copied and sorted
 by expert; on the way back its copies are summed before they leave, and once more by the kernel that receives them.
-Between nodes a token travels once to each node, and from there within the node, beside the rest.
+Between nodes a token travels once to each node, and from there within the node, beside the rest.  Those of the own node
+take as long: 16 to 64 H100 exchange 44 to 54 GB/s, counted with them, over links of 50 (DeepEP's README and
+docs/README_Hybrid-EP.md, 2025-26).
 
 The MLPs of a rank's experts: grouped matrix products, and what is between and after them.
 
@@ -143,9 +145,10 @@ def _bias(shape: RankShape, numel: int) -> Step:
     )
 
 
-# Part of an all-to-all's time that the overlap with another micro-batch saves: 3.7 of 8.3 s in a run of Qwen3 30B on 16
-# H100 with experts over both nodes (Megatron-Bridge 0.6, skills/nemo-mbridge-perf-expert-parallel-overlap, July 2026).
-HIDDEN = 0.45
+# Part of an all-to-all that runs beside another micro-batch.  With it, and with what both then lose to each other, overlap
+# saves 3.8 s of Qwen3 30B's 8.7 on 16 H100 with experts over both nodes by HybridEP; 3.7 of 8.3 were measured, and 9.9 s by
+# NCCL's all-to-alls (Megatron-Bridge 0.6, skills/nemo-mbridge-perf-expert-parallel-overlap, May and July 2026).
+HIDDEN = 0.6
 # Time of HybridEP's kernels within NVLink relative to NCCL's all-to-all of as many bytes.  On GB200 they move 751 GB/s
 # among 8 ranks and 624 among 32 (DeepEP's docs/README_Hybrid-EP.md, 2025-26: mean of dispatch in 16 bits and combine,
 # 32 processors); by NCCL's table of B200, and what follows from it for 32 ranks, it is 634 and 472.
@@ -276,6 +279,7 @@ def _once_to_each_rank(shape: RankShape, count: Tokens, shared: Block) -> Block:
     if nodes > 1:  # what crosses nodes is slower than what is passed on within them, and runs beside it
         group, places = Group(nodes, 1), nodes
     share = places_of_token(shape, places) / places_of_token(shape, shape.ep.size)
+    share *= nodes / (nodes - 1) if nodes > 1 else 1.0  # the own node's tokens take their turn
     share *= HYBRID_EP if shape.dispatcher == "hybridep" and nodes == 1 else 1.0
     here = _travels(shape, group, round(count.received * share) * model.hidden * shape.dtype_bytes)
     sizes = count.computed, count.received, model.hidden
