@@ -90,7 +90,7 @@ class Scored:
     def choice(self) -> Hashable:
         """Common properties of rows that a user could choose between: model, devices and global batch."""
         m, batch = self.job.model, self.job.batch
-        model = self.row.text("model_name") or (m.layers, m.hidden, m.heads)
+        model = self.row.text("model_name"), m.layers, m.hidden, m.heads  # one name may stand for several
         devices = (self.job.cluster.hardware, self.row.gpus)
         return self.row.source, model, m.seq_len, devices, batch.global_batch, batch.precision
 
@@ -339,7 +339,7 @@ def score(row: Row, predictor_of: PredictorOf) -> Scored:
     groups = [
         run.group for run in published.runs if run.source == row.source and is_copy(job, row.measured_s, [run.digest])
     ]
-    near = taught.with_published(published.without(group=groups[0])) if groups else taught
+    near = taught.with_published(replace(published.without(group=(*groups, ())[0]), asked_of=row.source))
     known = _scored(row, every, near, row.source)
     return replace(scored, known=(known.predicted_s, known.low_s, known.high_s))
 

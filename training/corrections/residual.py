@@ -124,7 +124,7 @@ class Residual:
     spread: float  # deviation of corrections from job to job, in log units
     noise: float  # deviation of the same run repeated, in log units
     sources: tuple[str, ...] = ()  # who measured each; empty: one source
-    elsewhere: bool = False  # whether none of the sources measures the jobs that are asked about
+    asked_of: str = ""  # who measured the jobs that are asked about; empty: whoever measured the nearest row
 
     @property
     def prior_std_log(self) -> float:
@@ -173,12 +173,11 @@ class Residual:
         return self.posterior(asked)[1]
 
     def shared(self, asked: Sequence[JobFeatures]) -> Array:
-        """Covariance of each job with every row, ``(asked, rows)``; a job counts as one of the nearest row's source."""
+        """Covariance of each job, as one of its source, with every row, ``(asked, rows)``."""
         alike = covariance(Columns.of(asked), self._columns)
         if self.sources:
-            nearest = self._names[alike.argmax(axis=1)]
-            own = np.zeros((), np.bool_) if self.elsewhere else nearest[:, None] == self._names[None]
-            alike = alike * np.where(own, 1.0, SHARED)
+            owner = self.asked_of or self._names[alike.argmax(axis=1)][:, None]
+            alike = alike * np.where(owner == self._names[None], 1.0, SHARED)
         return self.spread**2 * alike
 
     def to_dict(self) -> dict[str, Any]:
@@ -239,7 +238,7 @@ class PublishedRuns(Saved):
     runs: tuple[PublishedRun, ...]
     width: float  # of the interval, half of it, in deviations
     facts: str = field(default="", metadata=IF_SET)  # digest of the facts that the runs were predicted with
-    elsewhere: bool = field(default=False, metadata=IF_SET)  # whether no source of the runs measures the jobs asked
+    asked_of: str = field(default="", metadata=IF_SET)  # as in ``Residual``
 
     @cached_property
     def _runs(self) -> dict[tuple[str, ...], list[PublishedRun]]:
@@ -255,7 +254,7 @@ class PublishedRuns(Saved):
                 tuple(np.clip([run.log for run in runs], -MAX_LOG, MAX_LOG).tolist()),
                 *PUBLISHED,
                 tuple(run.source for run in runs),
-                self.elsewhere,
+                self.asked_of,
             )
             for block, runs in self._runs.items()
         }
@@ -263,8 +262,7 @@ class PublishedRuns(Saved):
     def without(self, source: str = "", group: tuple[str, ...] = ()) -> PublishedRuns:
         """Without the runs of a source, for a job of that source, or of a group; the same where it has none of them."""
         left = tuple(run for run in self.runs if run.source != source and run.group != group)
-        elsewhere = self.elsewhere or bool(source)
-        return replace(self, runs=left, elsewhere=elsewhere) if len(left) < len(self.runs) else self
+        return replace(self, runs=left, asked_of=source or self.asked_of) if len(left) < len(self.runs) else self
 
     def on(self, devices: Collection[str]) -> PublishedRuns:
         """The runs on these devices."""

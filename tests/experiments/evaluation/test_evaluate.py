@@ -201,6 +201,13 @@ def test_figures_of_a_perfect_prediction() -> None:
     assert rows[0].choice == rows[1].choice and figures(rows)["regret"] is not None
 
 
+@pytest.mark.parametrize(("heads", "same"), [(16, True), (8, False)])
+def test_a_choice_is_between_strategies_of_one_model(heads: int, same: bool) -> None:
+    """Tuning logs have models of one size and name with other heads; none of these is a strategy of another."""
+    one, other = score(run_row(), FACTS), score(run_row(heads=heads, tp=8, dp=1), FACTS)
+    assert (one.choice == other.choice) == same
+
+
 def test_a_row_is_judged_without_its_source_and_shown_with_the_other_groups_of_it() -> None:
     """A run that taught the shipped correction is predicted again without its group; physics knows none of them."""
     row = run_row(framework="NeMo", hardware="H100-SXM", precision="bf16", source="lab")
@@ -216,6 +223,10 @@ def test_a_row_is_judged_without_its_source_and_shown_with_the_other_groups_of_i
     assert found.predicted_s == pytest.approx(physics.predicted_s)
     assert found.known[0] == pytest.approx(alone.known[0]) and found.known[0] > 1.05 * physics.predicted_s
     assert found.with_known.predicted_s == found.known[0]
+    far = replace(like, place=tuple(value + 9.0 for value in like.place))
+    near = PublishedRuns((replace(runs[0], digest="far", log=0.0, like=far), replace(runs[1], source="others")), 2.0)
+    other = score(row, lambda _: predictor.with_published(near))  # the nearest run is none of the row's source
+    assert other.known is not None and physics.predicted_s < other.known[0] < 1.03 * physics.predicted_s
 
 
 @pytest.mark.skipif(not RUNS.exists(), reason=f"no table of published runs at {RUNS} (set STEPSIGHT_DATA)")
