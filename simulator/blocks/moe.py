@@ -145,9 +145,9 @@ def _bias(shape: RankShape, numel: int) -> Step:
     )
 
 
-# Part of an all-to-all that runs beside another micro-batch.  With it, and with what both then lose to each other, overlap
-# saves 3.8 s of Qwen3 30B's 8.7 on 16 H100 with experts over both nodes by HybridEP; 3.7 of 8.3 were measured, and 9.9 s by
-# NCCL's all-to-alls (Megatron-Bridge 0.6, skills/nemo-mbridge-perf-expert-parallel-overlap, May and July 2026).
+# Part of an all-to-all that runs beside another micro-batch.  So overlap saves 3.8 of 8.8 s of Qwen3 30B's on 16 H100 with
+# experts over both nodes by HybridEP, as both also lose to each other; of 8.3 s it saved 3.7 (Megatron-Bridge 0.6,
+# skills/nemo-mbridge-perf-expert-parallel-overlap, July 2026; in May, 9.9 s with NCCL's all-to-alls).
 HIDDEN = 0.6
 # Time of HybridEP's kernels within NVLink relative to NCCL's all-to-all of as many bytes.  On GB200 they move 751 GB/s
 # among 8 ranks and 624 among 32 (DeepEP's docs/README_Hybrid-EP.md, 2025-26: mean of dispatch in 16 bits and combine,

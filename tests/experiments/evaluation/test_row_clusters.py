@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.job.specs import DISPATCHERS, RECOMPUTE_MODULES
-from stepsight.experiments.evaluation.row_jobs import cluster_of
+from stepsight.experiments.evaluation.row_jobs import cluster_of, framework_of
 from stepsight.experiments.evaluation.runs_table import DEGREES, RowError, find_recipe, recipe_habits, recipes
 from tests.experiments.evaluation.run_tables import job_of, run_row
 
@@ -151,12 +151,11 @@ def test_a_host_launches_attention_that_graphs_of_a_router_leave_out(device: str
 
 def test_hosts_launch_as_before_where_a_release_with_whole_graphs_has_none() -> None:
     """In 8 bits with one scale a tensor, releases since 26.06 have no graphs on H100; in MXFP8 the iteration is one."""
-    software = {"model_name": "Qwen3_30B_a3B", "framework": "26.06 NeMo Container", "family": "moe", "top_k": 8}
-    cells = {**software, "experts": 128, "tp": 1, "pp": 1, "vp": 1, "gpu_mem_gb": ""}
-    eager = job_of(run_row(**cells, hardware="H100-SXM", precision="FP8", ep=16, dp=16, micro_batch=1))
-    whole = job_of(run_row(**cells, hardware="GB300", precision="MXFP8", ep=8, dp=16, micro_batch=8))
-    assert (eager.job.execution.op_calls, eager.job.execution.dispatch_calls) == (3.0, 195.0)
-    assert (whole.job.execution.op_calls, whole.job.execution.dispatch_calls) == (1.0, 0.0)
+    cells = {"model_name": "Qwen3_30B_a3B", "framework": "26.06 NeMo Container", "tp": 1, "pp": 1, "vp": 1}
+    eager = framework_of(run_row(**cells, hardware="H100-SXM", precision="FP8", ep=16, micro_batch=1))
+    whole = framework_of(run_row(**cells, hardware="GB300", precision="MXFP8", ep=8, micro_batch=8))
+    assert (eager.op_calls, eager.dispatch_calls, eager.overlap_ep) == (3.0, 195.0, False)
+    assert (whole.op_calls, whole.dispatch_calls, whole.overlap_ep) == (1.0, 0.0, True)
 
 
 @pytest.mark.parametrize(("model", "release"), [("llama370b", "26.02"), ("qwen330ba3b", "25.09"), ("qwen330ba3b", "")])
