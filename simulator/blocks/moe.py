@@ -110,12 +110,8 @@ def _product(shape: RankShape, kind: str, sizes: tuple[int, int, int, int]) -> O
 
 def _cast_groups(shape: RankShape, numel: int) -> tuple[Op, ...]:
     """Casts of the operand of a grouped product: one kernel for all experts, or one for each."""
-    groups = shape.model.experts // shape.ep.size
-    return (
-        layer_parts.cast(shape, -(-numel // groups)) * groups
-        if shape.kernels.casts_by_group
-        else layer_parts.cast(shape, numel)
-    )
+    groups = shape.model.experts // shape.ep.size if shape.kernels.casts_by_group else 1
+    return layer_parts.cast(shape, -(-numel // groups)) * groups
 
 
 def _clamp(shape: RankShape, numel: int) -> Step:
@@ -145,8 +141,8 @@ def _bias(shape: RankShape, numel: int) -> Step:
     )
 
 
-# Part of an all-to-all that runs beside another micro-batch.  So overlap saves 3.8 of 8.8 s of Qwen3 30B's on 16 H100 with
-# experts over both nodes by HybridEP, as both also lose to each other; of 8.3 s it saved 3.7 (Megatron-Bridge 0.6,
+# Part of an all-to-all that runs beside another micro-batch.  So overlap saves 3.8 of 8.8 s of Qwen3 30B's on 16 H100
+# with experts over both nodes by HybridEP, as both also lose to each other; of 8.3 s it saved 3.7 (Megatron-Bridge 0.6,
 # skills/nemo-mbridge-perf-expert-parallel-overlap, July 2026; in May, 9.9 s with NCCL's all-to-alls).
 HIDDEN = 0.6
 # Time of HybridEP's kernels within NVLink relative to NCCL's all-to-all of as many bytes.  On GB200 they move 751 GB/s
