@@ -134,7 +134,7 @@ def _longest(collective: Collective, fabric: Fabric) -> float:
 # Where there are no protocols: the latency of the network, and what each rank that a rank sends to costs.
 CHOICE_TERMS = ("call", "quick_steps", "bulk_steps", "adapters", "links_within_node")
 
-LINK_FACTS = 12  # numbers of ``link_facts``
+LINK_FACTS = 13  # numbers of ``link_facts``
 US = 1e-6
 LL, LL128, SIMPLE = range(3)
 NCCL = SimpleNamespace(**preset("nccl.toml"))
@@ -142,12 +142,12 @@ NCCL = SimpleNamespace(**preset("nccl.toml"))
 
 def link_facts(fabric: Fabric) -> Array:
     """Bandwidth and latency of the links within a node and between nodes, whether LL128 crosses nodes, the
-    bandwidth of an adapter, the loss with nodes, the host's time for a message, a paced one and a rendezvous, the
-    most bytes/s in LL, and the share of an all-to-all, ``(LINK_FACTS,)``."""
+    bandwidth of an adapter, the loss with nodes, the host's time for a message, a paced one, a rendezvous and
+    (added) an injected one, the most bytes/s in LL, and the share of an all-to-all, ``(LINK_FACTS,)``."""
     near, far = fabric.intra_node, fabric.inter_node
     links = [near.bandwidth_bytes_per_s, near.latency_s, far.bandwidth_bytes_per_s, far.latency_s]
     adapter = max(far.adapter_bytes_per_s, far.bandwidth_bytes_per_s)
-    hosts = [far.message_s, far.paced_s or far.message_s, far.rendezvous_s or 3 * far.message_s]
+    hosts = [far.message_s, far.paced_s or far.message_s, far.rendezvous_s or 3 * far.message_s, far.inject_s]
     own = [float(far.ll128), adapter, far.scaling_loss, *hosts, far.ll_bytes_per_s or np.inf, far.direct_share]
     return np.array([*links, *own])
 
@@ -186,7 +186,7 @@ class _Layout:
         self.near_bandwidth, near_latency, self.far_bandwidth, self.far_latency, *own = links.T
         self.has_ll128, self.adapter, loss, *hosts, self.most_ll, self.direct_share = own
         self.far_bandwidth = self.far_bandwidth / np.maximum(self.nodes / 4, 1.0) ** loss
-        self.message, self.paced, self.rendezvous = (each / US for each in hosts)
+        self.message, self.paced, self.rendezvous, self.injected = (each / US for each in hosts)
         self.near_pace = near_latency / NCCL.near_latency
         self.far_pace = np.minimum(self.far_latency / NCCL.far_latency, 1.0)
         self.far_wait = np.maximum(self.far_latency - NCCL.far_latency, 0.0) / US
@@ -220,6 +220,7 @@ def _direct(layout: _Layout) -> Array:
     latency = layout.across * layout.far_latency / US
     slowed = 1 + NCCL.crowded * others / (others + NCCL.connections)
     each = np.maximum(NCCL.direct_far * slowed, layout.message)
+    each += layout.injected * (layout.num_bytes <= NCCL.inject_bytes * layout.ranks)
     peers = (layout.near - 1) * NCCL.direct_near * layout.near_pace + others * each
     core = 1 + NCCL.core_growth * np.maximum(layout.doublings - 1, 0.0)
     between = core * layout.num_bytes * (1 - 1 / layout.nodes) / (layout.far_bandwidth * layout.direct_share)

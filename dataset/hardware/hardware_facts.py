@@ -217,6 +217,7 @@ LINK_KEYS = {
     "message_us": (0.0, 1e9, "message_s", 1e-6),
     "paced_us": (0.0, 1e9, "paced_s", 1e-6),
     "rendezvous_us": (0.0, 1e9, "rendezvous_s", 1e-6),
+    "inject_us": (0.0, 1e9, "inject_s", 1e-6),
     "ll_gbytes_per_s": (1e-6, 1e6, "ll_bytes_per_s", 1e9),
     "direct_share": (0.01, 1.0, "direct_share", 1.0),
     "scaling_loss": (0.0, 2.0, "scaling_loss", 1.0),
@@ -240,6 +241,7 @@ class Link:
     message_s: float = 1e-6
     paced_s: float = 0.0  # the same for messages of a ring beyond those that a connection of NCCL holds; 0: message_s
     rendezvous_s: float = 0.0  # the same for a message that both sides agree on first, as those of Simple; 0: 3 of them
+    inject_s: float = 0.0  # added to an exchange's message of few bytes, which the host reads from the device itself
     ll_bytes_per_s: float = 0.0  # most that a node moves in LL, whose lines hosts send; 0: what NCCL counts with
     direct_share: float = 1.0  # part of the bandwidth that each rank's messages to all others reach (all-to-all)
     scaling_loss: float = 0.0  # beyond four nodes a collective's bandwidth falls as (nodes / 4) ** -scaling_loss

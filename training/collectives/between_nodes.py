@@ -136,7 +136,8 @@ class BetweenNodes(Saved):
     def _curves(self, kind: str, near: int, fabric: Fabric) -> tuple[Array, Array]:
         """Logarithms of numbers of nodes, ``(nodes,)``, and of corrected seconds at ``KNOTS``, ``(nodes, knots)``.
 
-        They fall neither with sizes nor with nodes: powers of two, and the measured numbers.
+        They fall neither with sizes, except as far as physics does (injected messages), nor with nodes: powers of two,
+        and the measured numbers.
         """
         known = self._known.get((kind, near, fabric))
         if known is not None:
@@ -146,11 +147,13 @@ class BetweenNodes(Saved):
         measured = {round(n / near) for n, own in ranks.tolist() if round(own) == near}
         nodes = sorted({2**power for power in range(1, MOST_DOUBLINGS + 1)} | measured)
         works = [Collective(kind, size, each * near, near) for each in nodes for size in KNOTS.tolist()]
-        before = replace(self, factors={kind: residual.before}).parts(works, fabric).sum(axis=1)
+        before = np.log(replace(self, factors={kind: residual.before}).parts(works, fabric).sum(axis=1))
+        falls = before.reshape(len(nodes), -1)
+        falls = falls - np.minimum.accumulate(falls[:, ::-1], axis=1)[:, ::-1]
         after = np.log(self.parts(works, fabric).sum(axis=1)) + residual.log_factor(works)
         shares = np.tile(residual.shares, len(nodes))
-        logs = ((1 - shares) * np.log(before) + shares * after).reshape(len(nodes), -1)
-        rising = np.array([never_falling(row) for row in logs])
+        logs = ((1 - shares) * before + shares * after).reshape(len(nodes), -1)
+        rising = falls + np.array([never_falling(row) for row in logs - falls])
         found = np.log(nodes), np.transpose([never_falling(column) for column in rising.T])
         self._known[kind, near, fabric] = found
         return found
