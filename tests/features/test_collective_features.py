@@ -179,6 +179,8 @@ def test_facts_of_slingshot_count_for_what_they_name() -> None:
     assert slower(work, RING_LL, ADAPTERS, ll_bytes_per_s=5e9) > 0.1
     assert slower(work, RING, ADAPTERS, ll_bytes_per_s=5e9) == 0 == slower(work, RING, ADAPTERS, direct_share=0.5)
     assert slower(exchange, 0, ADAPTERS, direct_share=0.5) == pytest.approx(_terms(exchange)[0, ADAPTERS])
+    injected = [slower(Collective("all_to_all", size * 64, 64, 8), 0, BULK, inject_s=8e-6) for size in (192, 193)]
+    assert injected == pytest.approx([56 * 8e-6, 0])
 
 
 @pytest.mark.parametrize(("adapter", "leaving"), [(25e9, 2 * 25 / 41.4), (100e9, 2.0)])

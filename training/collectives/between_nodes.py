@@ -6,8 +6,10 @@ prior: first for all kinds of one route together, then for each kind around thos
 
 A cluster's peculiarities (the size at which its NCCL changes algorithm, how its adapters take medium messages) recur at
 similar sizes on similar numbers of ranks.  So of one cluster's own measurements, what the factors leave is a Gaussian
-process over bytes, ranks and ranks per node.  Both count, for each kind and size, as far as layouts that were left out
-say that they improve the prediction.  A larger message or another node never takes less time: a curve over sizes is the
+process over bytes, ranks and ranks per node.  A sum that fits into one chunk goes from node to node as a whole: at each
+size, what it takes between two nodes, and what further nodes add, have a factor each, which hold for any number of
+nodes.  All of it counts, for each kind and size, as far as layouts that were left out say that it improves the
+prediction.  A larger message or another node never takes less time: a curve over sizes is the
 isotonic regression of what was learned, over sizes and then over nodes.
 """
 
@@ -24,8 +26,8 @@ from stepsight.dataset.base.caching import Memo
 from stepsight.dataset.base.files import IF_SET, Saved
 from stepsight.dataset.hardware.hardware import Fabric
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective
-from stepsight.features.collective_features import CHOICE_TERMS, LINK_FACTS, OVERLAPPING, choice_terms, link_facts
-from stepsight.training.corrections.corrector import Neighbours, Support, fit_neighbours, rows_by
+from stepsight.features.collective_features import CHOICE_TERMS, LINK_FACTS, NCCL, OVERLAPPING, choice_terms, link_facts
+from stepsight.training.corrections.corrector import GaussianProcess, Neighbours, Support, fit_neighbours, rows_by
 from stepsight.training.regression.regressor import SHARPNESS, SLACK, Bounds, minimise, robust_loss
 
 # Bytes of the curve's knots: half octaves, up to 16 GiB.
@@ -38,6 +40,9 @@ MOST = 1.0  # log units of a correction
 MOST_DOUBLINGS = 17  # of the nodes of a corrected curve
 MAX_CURVES = 128  # entries of a model's cache
 CARRIED = 0.1  # log units that measurements must differ from what is known before they say what carries over
+# What is left of the two factors of sums in one chunk, at KNOTS: all up to NCCL's chunk in LL, nothing from four on.
+ONE_CHUNK = np.clip(1 - (LOG_KNOTS - np.log(NCCL.tree_chunk[0])) / (2 * OCTAVE), 0.0, 1.0)
+DEPTH_STD, DEPTH_STEPS = 0.3, 4  # log units of their prior, and linear fits in turn
 SITE_FOLDS = 5  # groups of layouts, or of sizes, that are left out in turn
 
 
@@ -62,7 +67,10 @@ class SiteResidual(Saved):
 
     near: Neighbours  # at ``place`` in units of ``WIDTHS``
     before: Array  # factors of ``CHOICE_TERMS`` before the cluster was measured
-    shares: Array  # of the change of factors and of ``near`` that carries over, at KNOTS
+    shares: Array  # of the change of factors, of ``near`` and of ``depth`` that carries over, at KNOTS
+    # logarithms of factors of a sum in one chunk, of its time between two nodes and of what further nodes add, at
+    # KNOTS, (2, knots); empty where a single number of nodes was measured, and of other kinds
+    depth: Array = field(default_factory=lambda: np.zeros((0, len(KNOTS))), metadata=IF_SET)
 
     prior_std_log = 0.15  # by which NCCL's constants are wrong on a real network
 
@@ -148,11 +156,13 @@ class BetweenNodes(Saved):
         nodes = sorted({2**power for power in range(1, MOST_DOUBLINGS + 1)} | measured)
         works = [Collective(kind, size, each * near, near) for each in nodes for size in KNOTS.tolist()]
         before = np.log(replace(self, factors={kind: residual.before}).parts(works, fabric).sum(axis=1))
-        falls = before.reshape(len(nodes), -1)
-        falls = falls - np.minimum.accumulate(falls[:, ::-1], axis=1)[:, ::-1]
         after = np.log(self.parts(works, fabric).sum(axis=1)) + residual.log_factor(works)
-        shares = np.tile(residual.shares, len(nodes))
-        logs = ((1 - shares) * before + shares * after).reshape(len(nodes), -1)
+        before, after = before.reshape(len(nodes), -1), after.reshape(len(nodes), -1)
+        if len(residual.depth):
+            added = np.exp(residual.depth[0]) * np.exp(before[0]), np.exp(residual.depth[1]) * np.exp(before)
+            after += ONE_CHUNK * (np.log(added[0] + added[1] * (1 - np.exp(before[0] - before))) - after)
+        logs = before + residual.shares * (after - before)
+        falls = before - np.minimum.accumulate(before[:, ::-1], axis=1)[:, ::-1]
         rising = falls + np.array([never_falling(row) for row in logs - falls])
         found = np.log(nodes), np.transpose([never_falling(column) for column in rising.T])
         self._known[kind, near, fabric] = found
@@ -192,6 +202,9 @@ class BetweenNodes(Saved):
                 raise ValueError(f"{rule}, got {factors.tolist()!s:.80}")
         for kind, residual in self.residuals.items():
             shares = residual.shares
+            if residual.depth.shape[1:] != KNOTS.shape or not (np.abs(residual.depth) <= 2 * MOST).all():
+                rule = f"two lists of {len(KNOTS)} numbers from {-2 * MOST:g} to {2 * MOST:g}"
+                raise ValueError(f"the depth of {kind} must be {rule}, got {residual.depth.tolist()!s:.80}")
             if shares.shape != KNOTS.shape or not ((shares >= 0) & (shares <= 1)).all():
                 rule = f"must be {len(KNOTS)} numbers from 0 to 1"
                 raise ValueError(f"the shares of {kind} {rule}, got {shares.tolist()!s:.80}")
@@ -308,7 +321,32 @@ def _site_factors(
     for kind, index in rows_by(collective.kind for collective in collectives).items():
         near = fit_neighbours(places[index], off[index], 1.0, noise=SITE_NOISE)
         found[kind] = SiteResidual(near, start.factors_of(kind), np.ones(len(KNOTS)))
+        if COLLECTIVE_KINDS[kind].trees and len({collectives[each].num_nodes for each in index}) > 1:
+            depth = _fit_depth(start, [collectives[each] for each in index], fabric, seconds[index])
+            found[kind] = replace(found[kind], depth=depth)
     return replace(fitted, residuals=found)
+
+
+def _fit_depth(start: BetweenNodes, sums: Sequence[Collective], fabric: Fabric, seconds: Array) -> Array:
+    """``SiteResidual.depth``: a Gaussian process over sizes for each factor, by linear fits in turn.
+
+    A row that the last fit missed by more than its noise counts less in the next one.
+    """
+    two = start.parts([replace(each, group_size=2 * each.ranks_per_node) for each in sums], fabric).sum(axis=1)
+    parts = np.array([two, np.maximum(start.parts(sums, fabric).sum(axis=1) - two, 0.0)])
+    sizes = np.log([max(each.num_bytes, 1) for each in sums]) / WIDTHS[0]
+    alike = DEPTH_STD**2 * np.exp(-0.5 * (sizes[:, None] - np.append(sizes, LOG_KNOTS / WIDTHS[0])) ** 2)
+    rows, logs, trust = len(sums), np.zeros((2, len(sums))), np.ones(len(sums))
+    for _ in range(DEPTH_STEPS):
+        grown = np.exp(logs) * parts
+        slopes = grown / grown.sum(axis=0)
+        off = np.log(seconds / grown.sum(axis=0)) + (slopes * logs).sum(axis=0)
+        covariance = (slopes.T @ slopes) * alike[:, :rows]
+        weights = GaussianProcess(covariance + np.diag(SITE_NOISE**2 / trust), off).weights
+        found = np.clip((slopes * weights) @ alike, -2 * MOST, 2 * MOST)
+        logs, missed = found[:, :rows], np.abs(off - covariance @ weights)
+        trust = 1 / np.maximum(1.0, missed / (1.5 * SITE_NOISE))
+    return np.asarray(found[:, rows:])
 
 
 def left_out_seconds(

@@ -221,6 +221,32 @@ def test_what_all_layouts_say_carries_over_to_others(factors: tuple[float, ...],
     assert moved == pytest.approx(np.log(2) if carried > 0.5 else 0.0, abs=0.15)
 
 
+def test_what_more_nodes_add_to_a_sum_in_one_chunk_is_carried_to_any_number_of_them() -> None:
+    """Sums of 4 to 64 KiB start as fast as the choices say, and each doubling of the nodes takes 2.5 times as long."""
+    works = [Collective("all_reduce", 1 << power, 8 * nodes, 8) for nodes in (2, 4, 8) for power in range(3, 17)]
+    larger = [Collective("all_reduce", 1 << power, 4096, 8) for power in range(13, 16)]
+
+    def measured(sums: list[Collective]) -> NDArray[np.float64]:
+        two = UNFITTED.seconds([replace(work, group_size=16) for work in sums], FABRIC)
+        slower = np.array([2.5 if work.num_bytes >= 1 << 12 else 1.0 for work in sums])
+        return two + slower * (UNFITTED.seconds(sums, FABRIC) - two)
+
+    off = np.log(fit_site(UNFITTED, works, FABRIC, measured(works)).seconds(larger, FABRIC) / measured(larger))
+    assert np.abs(off).max() < 0.5 * np.log(measured(larger) / UNFITTED.seconds(larger, FABRIC)).min()
+
+
+def test_small_exchanges_that_hosts_inject_stay_longer_when_a_site_is_fitted() -> None:
+    """They are as measured, and no other size falls."""
+    slow = replace(FABRIC, inter_node=replace(FABRIC.inter_node, message_s=8e-6, inject_s=8e-6))
+    works = [Collective("all_to_all", 1 << power, ranks, 8) for ranks in (16, 64) for power in range(6, 31)]
+    measured = 1.2 * UNFITTED.seconds(works, slow)
+    fitted = fit_site(UNFITTED, works, slow, measured)
+    assert np.abs(np.log(fitted.seconds(works, slow) / measured)).mean() < 0.05
+    sizes = [Collective("all_to_all", size, 2048, 8) for size in KNOTS.tolist()]
+    falls = np.diff(np.log(fitted.seconds(sizes, slow))) < -1e-9
+    assert falls.any() and (KNOTS[1:][falls] <= 4 * 192 * 2048).all() and (KNOTS[:-1][falls] >= 64 * 2048).all()
+
+
 def test_it_is_saved_read_and_checked() -> None:
     fitted = fit_site(UNFITTED, SUMS, FABRIC, 1.3 * UNFITTED.seconds(SUMS, FABRIC))
     again = BetweenNodes.from_dict(fitted.to_dict())
@@ -228,6 +254,9 @@ def test_it_is_saved_read_and_checked() -> None:
     saved = fitted.to_dict()
     wrong = saved | {"residuals": {"all_reduce": saved["residuals"]["all_reduce"] | {"shares": [0.0, 5.0]}}}
     with pytest.raises(ValueError, match="the shares of all_reduce must be"):
+        BetweenNodes.from_dict(wrong)
+    wrong = saved | {"residuals": {"all_reduce": saved["residuals"]["all_reduce"] | {"depth": [[0.0, 5.0]]}}}
+    with pytest.raises(ValueError, match="the depth of all_reduce must be"):
         BetweenNodes.from_dict(wrong)
 
 
