@@ -32,9 +32,17 @@ from stepsight.experiments.evaluation.row_jobs import jobs_of
 from stepsight.experiments.evaluation.runs_table import Row, read_runs_table
 from stepsight.training.corrections import intervals, residual
 from stepsight.training.corrections.calibration import MOST_WIDTH
-from stepsight.training.corrections.intervals import JobClass, Widths, class_of, conformal_quantile
+from stepsight.training.corrections.intervals import (
+    FACTS_EXCESS,
+    FACTS_PRESET,
+    LEAST_EXCESS,
+    JobClass,
+    Widths,
+    class_of,
+    conformal_quantile,
+)
 from stepsight.training.corrections.residual import JobFeatures, PublishedRun, PublishedRuns, block_of
-from stepsight.training.prediction.prediction import PHYSICS, predict
+from stepsight.training.prediction.prediction import PHYSICS, ROOFLINE, predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.shipped import catalogue
 from stepsight.training.shipped.catalogue import RECIPES, ChipPower
@@ -94,14 +102,14 @@ def learn(rows: Sequence[Row]) -> dict[str, dict[str, ChipPower]]:
     return dict(chips)
 
 
-def widths_of(scored: Sequence[Scored]) -> Widths:
+def widths_of(scored: Sequence[Scored], least_excess: float = LEAST_EXCESS) -> Widths:
     """Errors of every row whose hardware has a shipped predictor."""
     sources: dict[str, list[tuple[JobClass, float]]] = defaultdict(list)
     for row in scored:
         if catalogue.shipped_predictor(row.job.cluster.hardware) is not None:
             like = class_of(row.job, row.hfu)
             sources[row.row.source].append((like, math.log(row.measured_s / row.predicted_s)))
-    return Widths({name: tuple(rows) for name, rows in sources.items()})
+    return Widths({name: tuple(rows) for name, rows in sources.items()}, least_excess)
 
 
 def write_power(runs: Sequence[Path], out: Path) -> str:
@@ -122,10 +130,15 @@ def write_power(runs: Sequence[Path], out: Path) -> str:
 
 
 def write_widths(runs: Sequence[Path], out: Path) -> str:
-    """Write the errors that decide the widths of intervals; what was found, as text."""
-    found = widths_of([row for table in runs for row in evaluate(table).scored])
-    write_text(out, json.dumps(found.to_dict()).replace("]], ", "]],\n").replace("], [", "],\n[") + "\n")
-    return f"{sum(map(len, found.sources.values()))} runs of {len(found.sources)} sources: {out}"
+    """Write the errors that decide the widths of intervals, of shipped predictors and of facts alone; what was found,
+    as text.
+    """
+    lines = []
+    for file, word, least in ((out, None, LEAST_EXCESS), (out.with_name(FACTS_PRESET), ROOFLINE, FACTS_EXCESS)):
+        found = widths_of([row for table in runs for row in evaluate(table, word).scored], least)
+        write_text(file, json.dumps(found.to_dict()).replace("]], ", "]],\n").replace("], [", "],\n[") + "\n")
+        lines.append(f"{sum(map(len, found.sources.values()))} runs of {len(found.sources)} sources: {file}")
+    return "\n".join(lines)
 
 
 def write_runs(runs: Sequence[Path], out: Path) -> str:

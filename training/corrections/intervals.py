@@ -5,8 +5,8 @@ They grow with the logarithm of how many times as long an iteration takes as its
 HFU: the FLOP are certain, and all else (kernels below their peak, waiting, messages, the host) is in doubt in
 proportion.  They are larger with unfused attention, and where few sources have run models of the kind on the chip.
 Runs are slower than predicted more often than faster, so each side of an interval has a quantile of its own.  A
-source's own runs never count.
-``python tools/shipped_data.py widths RUNS`` writes the preset again.
+source's own runs never count.  What facts of a device alone say is nearly always too fast, so its interval, from its
+errors on the same runs, reaches further up.  ``python tools/shipped_data.py widths RUNS`` writes both presets again.
 
 Doubt about single ops and collectives, from errors of runs that were held back, and its sum over an iteration.
 
@@ -91,12 +91,14 @@ def fit_intervals(log_residuals: Array, spread_log: float) -> Intervals:
 
 
 PRESET = Path(__file__).with_name("published_widths.json")
+FACTS_PRESET = "published_widths_of_facts.json"
 # The next three were chosen for the interval score of sources left out in turn, not for the error of any prediction.
 UNFUSED_WEIGHT = 0.3  # added to the scale of jobs with unfused attention
 FEW_WEIGHT = 0.5  # divided by one more than the number of other sources with runs of the kind of model on the chip
 LEVEL = 0.955  # of the quantile on each side: both hold ``COVERAGE`` of the runs of sources left out in turn
 OWN_WEIGHT = 0.05  # growth per doubling of the devices beyond a node of eight, of a predictor judged by its own runs
 LEAST_EXCESS = 0.2  # no prediction is more certain than that of an iteration at four fifths of the peak
+FACTS_EXCESS = 1.0  # nor, by facts alone, than that of one at a third of it
 MOST_KNOWN = 4096
 
 
@@ -140,6 +142,7 @@ class Widths:
     """What published runs are like, and the error of each, ``log(measured / predicted)``, by source."""
 
     sources: Mapping[str, tuple[tuple[JobClass, float], ...]]
+    least_excess: float = LEAST_EXCESS
     _known: Memo[str, tuple[float, float]] = field(
         default_factory=lambda: Memo("intervals: published errors", MOST_KNOWN), init=False, compare=False, repr=False
     )
@@ -168,7 +171,7 @@ class Widths:
     def _scale(self, like: JobClass, without: Collection[str]) -> float:
         """Scale of the errors of jobs of a likeness; sources ``without`` say nothing of them."""
         few = FEW_WEIGHT / (1 + len(self.of_kind(like).difference(without)))
-        return like.excess * (1.0 + few + UNFUSED_WEIGHT * (like.kind[1] == "unfused"))
+        return max(like.excess, self.least_excess) * (1.0 + few + UNFUSED_WEIGHT * (like.kind[1] == "unfused"))
 
     def _quantiles(self, without: str) -> tuple[float, float]:
         """Quantiles of errors over their scale, down and up; ``ROOFLINE_LOG`` if there are none."""
@@ -185,7 +188,7 @@ class Widths:
             name: [[*like.kind, round(like.excess, 3), round(error, 4)] for like, error in rows]
             for name, rows in self.sources.items()
         }
-        return {"coverage": COVERAGE, "sources": rows}
+        return {"coverage": COVERAGE, "least_excess": self.least_excess, "sources": rows}
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Widths:
@@ -198,13 +201,13 @@ class Widths:
                     f"{MOST_LOG}, got {numbers}"
                 )
             sources[name].append((JobClass((str(a), str(b), str(c)), excess), error))
-        return cls({name: tuple(rows) for name, rows in sources.items()})
+        return cls({name: tuple(rows) for name, rows in sources.items()}, float(value["least_excess"]))
 
 
-@cached(1)
-def published_widths() -> Widths:
-    """The preset of the package."""
-    return Widths.from_dict(read_json(PRESET))
+@cached(2)
+def published_widths(*, of_facts: bool = False) -> Widths:
+    """The preset of the package: of shipped predictors, or of predictions from facts alone."""
+    return Widths.from_dict(read_json(PRESET.with_name(FACTS_PRESET) if of_facts else PRESET))
 
 
 MOST_PRINTED = 1e9  # larger numbers are printed with an exponent

@@ -193,8 +193,8 @@ class _Group(NamedTuple):
         columns = zip(together, times.tolist(), corrections, shares.tolist(), strict=True)
         for place, time_s, correction, outside in columns:
             answers.seconds[place] = time_s = time_s * scale * math.exp(correction.log_factor)
-            _, hfu = one_job.utilisation(jobs[place], self.latency.hardware, time_s)
-            down, up = interval_ends(self.predictor, jobs[place], correction, outside, hfu)
+            *_, certain = one_job.utilisation(jobs[place], self.latency.hardware, time_s)
+            down, up = interval_ends(self.predictor, jobs[place], correction, outside, certain, self.latency)
             answers.low_s[place], answers.high_s[place] = time_s * math.exp(-down), time_s * math.exp(up)
         for place in set(index) - set(together):
             found = one_job.predict(jobs[place], self.asked)

@@ -122,7 +122,7 @@ class Prediction:
         """
         if not isinstance(without, str):
             raise StepsightError(f"without must be the name of a source, got {without!r:.80}: the coverage is 90 %")
-        told = self.predictor, self.job, self._correction, self.unsupported_share, self.hfu
+        told = self.predictor, self.job, self._correction, self.unsupported_share, self._utilisation[2], self.latency
         down, up = interval_ends(*told, without=without, judged=judged)
         down, up = (math.hypot(end, self.change.doubt_log if self.change else 0.0) for end in (down, up))
         low, high = self.iteration_time_s * math.exp(-down), self.iteration_time_s * math.exp(up)
@@ -194,7 +194,7 @@ class Prediction:
         return self._utilisation[1]
 
     @cached_property
-    def _utilisation(self) -> tuple[float, float]:
+    def _utilisation(self) -> tuple[float, float, float]:
         return utilisation(self.job, self.latency.hardware, self.iteration_time_s)
 
     @property
@@ -362,13 +362,16 @@ def peak_flops(job: Job, hardware: Hardware) -> float:
     return own + more / cluster.nodes
 
 
-def utilisation(job: Job, hardware: Hardware, seconds: float) -> tuple[float, float]:
-    """Utilisation of the peak by a job's iteration of some seconds, 0 to 1: with the FLOP that the model needs, and
-    with those that are executed.
+def utilisation(job: Job, hardware: Hardware, seconds: float) -> tuple[float, float, float]:
+    """Utilisation of the peak by a job's iteration of some seconds, 0 to 1: with the FLOP that the model needs, with
+    those that are executed, and with these and the memory's time for the bytes of lookups in tables.
     """
-    needed, done = iteration_flops(lower(job, hardware))  # of a rank of each stage
+    lowered = lower(job, hardware)
+    needed, done = iteration_flops(lowered)  # of a rank of each stage
     at_peak = seconds * peak_flops(job, hardware) * job.parallel.pp
-    return needed / at_peak, done / at_peak
+    rows = sum(lowered.segments[index].looked_up_bytes for index in lowered.segment.ravel()) if job.model.tables else 0
+    looked_up = rows / (seconds * hardware.memory_bandwidth_bytes_per_s * job.parallel.pp)
+    return needed / at_peak, done / at_peak, done / at_peak + looked_up
 
 
 def predict(

@@ -9,6 +9,7 @@ import numpy as np
 
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLatency
 from stepsight.simulator.iteration.simulate import Simulation
 from stepsight.training.collectives.collective_models import label_of
 from stepsight.training.corrections import intervals
@@ -54,7 +55,8 @@ def interval_ends(
     job: Job,
     correction: JobCorrection,
     outside: float,
-    hfu: float,
+    certain: float,
+    latency: LatencyModel,
     *,
     without: str = "",
     judged: bool = False,
@@ -62,11 +64,13 @@ def interval_ends(
     """How far a prediction interval reaches below and above the time, in log-seconds; see ``Prediction.interval``.
 
     ``correction``: of the job by the predictor's calibration.  ``outside``: share of the time outside the measured
-    range.  ``hfu``: hardware FLOP utilisation of the prediction.
+    range.  ``certain``: hardware FLOP utilisation of the prediction, with lookups.  ``latency``: what answered.
     """
+    like, devices = intervals.class_of(job, certain), job.cluster.num_devices
     if predictor is None:
-        return intervals.Intervals().half_width_log, intervals.Intervals().half_width_log
-    like, devices = intervals.class_of(job, hfu), job.cluster.num_devices
+        if isinstance(latency, RooflineLatency) and latency.hardware.kind == "gpu":
+            return intervals.published_widths(of_facts=True).ends_of(like, without)
+        return intervals.ROOFLINE_LOG, intervals.ROOFLINE_LOG
     public = predictor.kernel.derives
     ends = intervals.uncalibrated_ends(predictor.intervals, like, outside, devices, public=public, without=without)
     down, up = (predictor.calibration.half_width_log(correction, end, judged=judged) for end in ends)
