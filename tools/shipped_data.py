@@ -32,15 +32,7 @@ from stepsight.experiments.evaluation.row_jobs import jobs_of
 from stepsight.experiments.evaluation.runs_table import Row, read_runs_table
 from stepsight.training.corrections import intervals, residual
 from stepsight.training.corrections.calibration import MOST_WIDTH
-from stepsight.training.corrections.intervals import (
-    FACTS_EXCESS,
-    FACTS_PRESET,
-    LEAST_EXCESS,
-    JobClass,
-    Widths,
-    class_of,
-    conformal_quantile,
-)
+from stepsight.training.corrections.intervals import JobClass, Widths, class_of, conformal_quantile
 from stepsight.training.corrections.residual import JobFeatures, PublishedRun, PublishedRuns, block_of
 from stepsight.training.prediction.prediction import PHYSICS, ROOFLINE, predict
 from stepsight.training.predictor.predictor import Predictor
@@ -102,7 +94,7 @@ def learn(rows: Sequence[Row]) -> dict[str, dict[str, ChipPower]]:
     return dict(chips)
 
 
-def widths_of(scored: Sequence[Scored], least_excess: float = LEAST_EXCESS) -> Widths:
+def widths_of(scored: Sequence[Scored], least_excess: float = intervals.LEAST_EXCESS) -> Widths:
     """Errors of every row whose hardware has a shipped predictor."""
     sources: dict[str, list[tuple[JobClass, float]]] = defaultdict(list)
     for row in scored:
@@ -133,8 +125,8 @@ def write_widths(runs: Sequence[Path], out: Path) -> str:
     """Write the errors that decide the widths of intervals, of shipped predictors and of facts alone; what was found,
     as text.
     """
-    lines = []
-    for file, word, least in ((out, None, LEAST_EXCESS), (out.with_name(FACTS_PRESET), ROOFLINE, FACTS_EXCESS)):
+    lines, facts = [], out.with_name(intervals.FACTS_PRESET)
+    for file, word, least in (out, None, intervals.LEAST_EXCESS), (facts, ROOFLINE, intervals.FACTS_EXCESS):
         found = widths_of([row for table in runs for row in evaluate(table, word).scored], least)
         write_text(file, json.dumps(found.to_dict()).replace("]], ", "]],\n").replace("], [", "],\n[") + "\n")
         lines.append(f"{sum(map(len, found.sources.values()))} runs of {len(found.sources)} sources: {file}")

@@ -8,7 +8,7 @@ import pytest
 
 from stepsight.experiments.evaluation.evaluate import evaluate
 from stepsight.training.corrections import intervals
-from stepsight.training.corrections.intervals import Widths, published_widths
+from stepsight.training.corrections.intervals import FACTS_PRESET, Widths, published_widths
 from tests.experiments.evaluation.run_tables import run_row, write_runs
 from tools.shipped_data import main, widths_of
 
@@ -21,7 +21,8 @@ def test_a_table_becomes_a_preset(tmp_path: Path) -> None:
     assert main(["widths", str(runs), "--out", str(tmp_path / "widths.json")]) == 0
     found = widths_of(evaluate(runs).scored)
     assert {name: len(own) for name, own in found.sources.items()} == {"lab": 1, "other": 1}
-    assert (tmp_path / "widths.json").read_text().count("\n") == 2
+    for name in ("widths.json", FACTS_PRESET):
+        assert (tmp_path / name).read_text().count("\n") == 2
 
 
 def test_a_missing_table_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,7 +39,7 @@ def test_no_interval_depends_on_its_own_source(tmp_path: Path, monkeypatch: pyte
     value = published_widths().to_dict()
     value["sources"][name] = [[*row[:-1], 9.0] for row in value["sources"][name]]
     changed = Widths.from_dict(value)
-    monkeypatch.setattr(intervals, "published_widths", lambda: changed)
+    monkeypatch.setattr(intervals, "published_widths", lambda **_: changed)
     after = [(row.low_s, row.high_s) for row in evaluate(runs).scored]
     assert after[0] == before[0]
     assert after[1] != before[1]

@@ -312,11 +312,9 @@ def _site_factors(
 ) -> BetweenNodes:
     """Factors of a cluster, and for each kind what they leave, all of which carries over."""
     layouts = len({(c.group_size, c.ranks_per_node) for c in collectives})
-    told = {
-        "noise": SITE_NOISE,
-        "independent": SITE_INDEPENDENT * layouts,
-    }  # rows of one layout share its peculiarities
-    fitted = fit_between_nodes(collectives, [fabric] * len(collectives), seconds, start=start, **told)
+    noise, independent = SITE_NOISE, SITE_INDEPENDENT * layouts  # rows of one layout share its peculiarities
+    told = {"start": start, "noise": noise, "independent": independent}
+    fitted = fit_between_nodes(collectives, [fabric] * len(collectives), seconds, **told)
     off, places, found = np.log(seconds / fitted.seconds(collectives, fabric)), _scaled(collectives), {}
     for kind, index in rows_by(collective.kind for collective in collectives).items():
         near = fit_neighbours(places[index], off[index], 1.0, noise=SITE_NOISE)

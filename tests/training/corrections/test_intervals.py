@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.job.job import Job
-from stepsight.training.corrections.calibration import Calibration, fit_scale
+from stepsight.simulator.durations.latency_model import preset_latency
+from stepsight.training.corrections.calibration import Calibration, JobCorrection, fit_scale
 from stepsight.training.corrections.intervals import (
     LEAST_EXCESS,
     ROOFLINE_LOG,
@@ -27,7 +28,9 @@ from stepsight.training.corrections.intervals import (
     job_class,
     published_widths,
 )
+from stepsight.training.prediction.ask_many import ask_many
 from stepsight.training.prediction.prediction import ROOFLINE, predict
+from stepsight.training.prediction.work_doubts import interval_ends
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "gpt3-175b-1024.toml"
 JOB = Job.from_file(EXAMPLE)
@@ -70,11 +73,11 @@ def test_an_interval_reaches_further_where_runs_are_slower_than_predicted() -> N
 
 
 def test_the_preset_is_read_as_it_was_written() -> None:
-    widths = published_widths()
-    assert Widths.from_dict(widths.to_dict()) == widths
-    assert len(widths.sources) >= 5
-    for rows in widths.sources.values():
-        assert all(like.excess > 0 and abs(error) < 2 for like, error in rows)
+    for widths in (published_widths(), published_widths(of_facts=True)):
+        assert Widths.from_dict(widths.to_dict()) == widths
+        assert len(widths.sources) >= 5
+        for rows in widths.sources.values():
+            assert all(like.excess > 0 and abs(error) < 2 for like, error in rows)
 
 
 def test_a_shipped_predictor_is_narrower_than_a_roofline() -> None:
@@ -84,6 +87,17 @@ def test_a_shipped_predictor_is_narrower_than_a_roofline() -> None:
     for name in published_widths().sources:
         low, high = answer.interval(without=name)
         assert low < answer.iteration_time_s < high
+
+
+def test_facts_of_a_device_alone_are_too_fast_rather_than_too_slow() -> None:
+    """By their errors on published runs; facts of a CPU are within a factor of three."""
+    job = replace(JOB, cluster=replace(JOB.cluster, hardware="mi325x-256gb"))
+    found, together = predict(job, ROOFLINE), ask_many([job], ROOFLINE)
+    assert 0.8 < found.low_s / found.iteration_time_s < 1.0 < 1.5 < found.high_s / found.iteration_time_s < 3.0
+    assert (together.low_s[0], together.high_s[0]) == pytest.approx(found.interval())
+    latency = preset_latency("local-cpu", JOB.fabric)
+    assert latency is not None
+    assert interval_ends(None, JOB, JobCorrection(0.0, ()), 0.0, 0.4, latency) == (ROOFLINE_LOG, ROOFLINE_LOG)
 
 
 def test_more_experts_are_less_certain() -> None:
@@ -199,4 +213,14 @@ def test_doubts_are_saved_and_wild_ones_refused() -> None:
 def test_intervals_of_recommendation_models_are_wide() -> None:
     """Their time is lookups and messages, hardly any of it FLOP at the peak."""
     found = predict(Job.from_file(EXAMPLE.with_name("dlrm-dcnv2-64h100.toml")))
-    assert found.hfu < 0.2 and found.high_s / found.low_s > 1.5
+    assert found.hfu < 0.2 and found.high_s / found.low_s > 1.3
+
+
+def test_bytes_of_lookups_are_as_certain_as_flop() -> None:
+    """Intervals of recommendation models are narrower than by their FLOP alone, also of several at once."""
+    job = Job.from_file(EXAMPLE.with_name("dlrm-dcnv2-64h100.toml"))
+    found = predict(job)
+    by_flop = published_widths().ends_of(class_of(job, found.hfu))
+    assert math.log(found.high_s / found.iteration_time_s) < 0.7 * by_flop[1]
+    together = ask_many([job])
+    assert (together.low_s[0], together.high_s[0]) == pytest.approx(found.interval())
