@@ -94,14 +94,14 @@ def learn(rows: Sequence[Row]) -> dict[str, dict[str, ChipPower]]:
     return dict(chips)
 
 
-def widths_of(scored: Sequence[Scored], least_excess: float = intervals.LEAST_EXCESS) -> Widths:
+def widths_of(scored: Sequence[Scored], *, of_facts: bool = False) -> Widths:
     """Errors of every row whose hardware has a shipped predictor."""
     sources: dict[str, list[tuple[JobClass, float]]] = defaultdict(list)
     for row in scored:
         if catalogue.shipped_predictor(row.job.cluster.hardware) is not None:
             like = class_of(row.job, row.hfu)
             sources[row.row.source].append((like, math.log(row.measured_s / row.predicted_s)))
-    return Widths({name: tuple(rows) for name, rows in sources.items()}, least_excess)
+    return Widths({name: tuple(rows) for name, rows in sources.items()}, of_facts)
 
 
 def write_power(runs: Sequence[Path], out: Path) -> str:
@@ -125,9 +125,10 @@ def write_widths(runs: Sequence[Path], out: Path) -> str:
     """Write the errors that decide the widths of intervals, of shipped predictors and of facts alone; what was found,
     as text.
     """
-    lines, facts = [], out.with_name(intervals.FACTS_PRESET)
-    for file, word, least in (out, None, intervals.LEAST_EXCESS), (facts, ROOFLINE, intervals.FACTS_EXCESS):
-        found = widths_of([row for table in runs for row in evaluate(table, word).scored], least)
+    lines = []
+    for file, word in (out, None), (out.with_name(intervals.FACTS_PRESET), ROOFLINE):
+        scored = [row for table in runs for row in evaluate(table, word).scored]
+        found = widths_of(scored, of_facts=word == ROOFLINE)
         write_text(file, json.dumps(found.to_dict()).replace("]], ", "]],\n").replace("], [", "],\n[") + "\n")
         lines.append(f"{sum(map(len, found.sources.values()))} runs of {len(found.sources)} sources: {file}")
     return "\n".join(lines)

@@ -142,7 +142,7 @@ class Widths:
     """What published runs are like, and the error of each, ``log(measured / predicted)``, by source."""
 
     sources: Mapping[str, tuple[tuple[JobClass, float], ...]]
-    least_excess: float = LEAST_EXCESS
+    of_facts: bool = False  # of predictions from facts alone, for which neither attention nor few sources matter
     _known: Memo[str, tuple[float, float]] = field(
         default_factory=lambda: Memo("intervals: published errors", MOST_KNOWN), init=False, compare=False, repr=False
     )
@@ -170,8 +170,10 @@ class Widths:
 
     def _scale(self, like: JobClass, without: Collection[str]) -> float:
         """Scale of the errors of jobs of a likeness; sources ``without`` say nothing of them."""
+        if self.of_facts:
+            return max(like.excess, FACTS_EXCESS)
         few = FEW_WEIGHT / (1 + len(self.of_kind(like).difference(without)))
-        return max(like.excess, self.least_excess) * (1.0 + few + UNFUSED_WEIGHT * (like.kind[1] == "unfused"))
+        return like.excess * (1.0 + few + UNFUSED_WEIGHT * (like.kind[1] == "unfused"))
 
     def _quantiles(self, without: str) -> tuple[float, float]:
         """Quantiles of errors over their scale, down and up; ``ROOFLINE_LOG`` if there are none."""
@@ -188,7 +190,7 @@ class Widths:
             name: [[*like.kind, round(like.excess, 3), round(error, 4)] for like, error in rows]
             for name, rows in self.sources.items()
         }
-        return {"coverage": COVERAGE, "least_excess": self.least_excess, "sources": rows}
+        return {"coverage": COVERAGE, "of_facts": self.of_facts, "sources": rows}
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Widths:
@@ -201,7 +203,7 @@ class Widths:
                     f"{MOST_LOG}, got {numbers}"
                 )
             sources[name].append((JobClass((str(a), str(b), str(c)), excess), error))
-        return cls({name: tuple(rows) for name, rows in sources.items()}, float(value["least_excess"]))
+        return cls({name: tuple(rows) for name, rows in sources.items()}, bool(value["of_facts"]))
 
 
 @cached(2)
