@@ -201,10 +201,10 @@ class BetweenNodes(Saved):
                 rule = f"factors of {name} must lie within {FACTORS.low.tolist()} and {FACTORS.high.tolist()}"
                 raise ValueError(f"{rule}, got {factors.tolist()!s:.80}")
         for kind, residual in self.residuals.items():
-            shares = residual.shares
-            if residual.depth.shape[1:] != KNOTS.shape or not (np.abs(residual.depth) <= 2 * MOST).all():
-                rule = f"two lists of {len(KNOTS)} numbers from {-2 * MOST:g} to {2 * MOST:g}"
-                raise ValueError(f"the depth of {kind} must be {rule}, got {residual.depth.tolist()!s:.80}")
+            shares, depth, most = residual.shares, residual.depth, 2 * MOST
+            if depth.shape not in ((0, len(KNOTS)), (2, len(KNOTS))) or not (np.abs(depth) <= most).all():
+                rule = f"two lists of {len(KNOTS)} numbers from {-most:g} to {most:g}"
+                raise ValueError(f"the depth of {kind} must be {rule}, got {depth.tolist()!s:.80}")
             if shares.shape != KNOTS.shape or not ((shares >= 0) & (shares <= 1)).all():
                 rule = f"must be {len(KNOTS)} numbers from 0 to 1"
                 raise ValueError(f"the shares of {kind} {rule}, got {shares.tolist()!s:.80}")
