@@ -42,7 +42,7 @@ MAX_CURVES = 128  # entries of a model's cache
 CARRIED = 0.1  # log units that measurements must differ from what is known before they say what carries over
 # What is left of the two factors of sums in one chunk, at KNOTS: all up to NCCL's chunk in LL, nothing from four on.
 ONE_CHUNK = np.clip(1 - (LOG_KNOTS - np.log(NCCL.tree_chunk[0])) / (2 * OCTAVE), 0.0, 1.0)
-DEPTH_STD, DEPTH_STEPS = 0.3, 4  # log units of their prior, and linear fits in turn
+DEPTH_STD, DEPTH_STEPS = 0.5, 4  # log units of their prior, and linear fits in turn
 SITE_FOLDS = 5  # groups of layouts, or of sizes, that are left out in turn
 
 
@@ -312,9 +312,9 @@ def _site_factors(
 ) -> BetweenNodes:
     """Factors of a cluster, and for each kind what they leave, all of which carries over."""
     layouts = len({(c.group_size, c.ranks_per_node) for c in collectives})
-    noise, independent = SITE_NOISE, SITE_INDEPENDENT * layouts  # rows of one layout share its peculiarities
-    told = {"start": start, "noise": noise, "independent": independent}
-    fitted = fit_between_nodes(collectives, [fabric] * len(collectives), seconds, **told)
+    fabrics, noise, independent = [fabric] * len(collectives), SITE_NOISE, SITE_INDEPENDENT * layouts
+    # rows of one layout share its peculiarities
+    fitted = fit_between_nodes(collectives, fabrics, seconds, start=start, noise=noise, independent=independent)
     off, places, found = np.log(seconds / fitted.seconds(collectives, fabric)), _scaled(collectives), {}
     for kind, index in rows_by(collective.kind for collective in collectives).items():
         near = fit_neighbours(places[index], off[index], 1.0, noise=SITE_NOISE)
