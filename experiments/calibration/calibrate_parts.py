@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import PredictorError, TableError, TraceError
 from stepsight.dataset.base.files import digest
@@ -23,13 +23,7 @@ from stepsight.dataset.tables import Measurements
 from stepsight.experiments.evaluation.error_metrics import Errors, Times, errors
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.features.collective_features import CHOICE_TERMS
-from stepsight.training.collectives.between_nodes import (
-    BetweenNodes,
-    fit_site,
-    keep_better,
-    left_out_seconds,
-    link_doubts,
-)
+from stepsight.training.collectives.between_nodes import fit_site, keep_better, left_out_seconds, link_doubts
 from stepsight.training.corrections.corrector import fit_traced, rows_by
 from stepsight.training.fitting.own_table import pack_shapes, shape_of
 from stepsight.training.kernels.kernel_models import label
@@ -137,20 +131,15 @@ def calibrate_links(
     works, seconds = list(rows), np.array([np.median(times) for times in rows.values()])
     small = np.array([work.group_size <= max_devices for work in works])
     small |= not small.any()
-
-    def fit(rows: NDArray[np.bool_]) -> BetweenNodes:
-        return fit_site(start, [works[index] for index in np.flatnonzero(rows).tolist()], fabric, seconds[rows])
-
-    fitted, judged = fit(small), np.flatnonzero(~small)
+    taught, judged = np.flatnonzero(small), np.flatnonzero(~small)
+    fitted = fit_site(start, [works[index] for index in taught.tolist()], fabric, seconds[taught])
     one = len({(work.group_size, work.ranks_per_node) for work in works}) == 1
     if len(judged):
         fitted = keep_better(start, fitted, [works[index] for index in judged.tolist()], fabric, seconds[judged])
         by, after = LARGER, fitted.seconds(works, fabric)
     else:
-        by, after = (
-            LEFT_OUT.format("size of the only layout" if one else "layout"),
-            left_out_seconds(works, fabric, fit),
-        )
+        by = LEFT_OUT.format("size of the only layout" if one else "layout")
+        after = left_out_seconds(partial(fit_site, start), works, fabric, seconds)
         judged = np.arange(len(works))
     change = Change.of(start.seconds(works, fabric)[judged], after[judged], seconds[judged])
     factors = {name: dict(zip(CHOICE_TERMS, own.tolist(), strict=True)) for name, own in fitted.factors.items()}

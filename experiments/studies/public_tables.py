@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +91,10 @@ def collective_figures(
 ) -> list[Row]:
     """Errors in percent of each class of one site's rows, and of all of them; ``start``: factors without the site."""
     small = small_groups(works)
-
-    def fit(rows: Mask) -> BetweenNodes:
-        return fit_site(start, [works[index] for index in np.flatnonzero(rows).tolist()], links, seconds[rows])
-
-    models: dict[str, Any] = {"shipped": predictor.collective, "start": start, "calibrated": fit(small)}
+    fitted = fit_site(start, [works[index] for index in np.flatnonzero(small).tolist()], links, seconds[small])
+    models: dict[str, Any] = {"shipped": predictor.collective, "start": start, "calibrated": fitted}
     off = {name: _off(model.seconds(works, links), seconds) for name, model in models.items()}
-    off["in_turn"] = _off(left_out_seconds(works, links, fit), seconds)
+    off["in_turn"] = _off(left_out_seconds(partial(fit_site, start), works, links, seconds), seconds)
     figures = []
     classes = sorted(rows_by(group_of(work, 0.0) for work in works).items())
     for (kind, size, ranks), index in [*classes, (("all", "", ""), np.arange(len(works)))]:

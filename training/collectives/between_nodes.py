@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -268,13 +269,9 @@ def fit_site(start: BetweenNodes, collectives: Sequence[Collective], fabric: Fab
     Layouts that are left out in turn tell how much of it carries over, for each kind and size on its own.  Kinds that
     were not measured stay as they were: the sums of public logs tell little of a cluster's other kinds.
     """
-
-    def fit(rows: NDArray[np.bool_]) -> BetweenNodes:
-        return _site_factors(start, [c for c, own in zip(collectives, rows, strict=True) if own], fabric, seconds[rows])
-
-    fitted = fit(np.ones(len(seconds), dtype=np.bool_))
+    fitted = _site_factors(start, collectives, fabric, seconds)
     before = np.log(start.seconds(collectives, fabric))
-    change = np.log(left_out_seconds(collectives, fabric, fit)) - before
+    change = np.log(left_out_seconds(partial(_site_factors, start), collectives, fabric, seconds)) - before
     agreed = change * np.clip(np.log(seconds) - before, -MOST, MOST)
     residuals = {}
     for kind, index in rows_by(collective.kind for collective in collectives).items():
@@ -348,12 +345,12 @@ def _fit_depth(start: BetweenNodes, sums: Sequence[Collective], fabric: Fabric, 
 
 
 def left_out_seconds(
-    collectives: Sequence[Collective], fabric: Fabric, fit: Callable[[NDArray[np.bool_]], BetweenNodes]
+    fit: Callable[[Sequence[Collective], Fabric, Array], BetweenNodes],
+    collectives: Sequence[Collective],
+    fabric: Fabric,
+    seconds: Array,
 ) -> Array:
-    """Seconds by fits that did not see the layout, ``(collectives,)``; of a single layout, that did not see the size.
-
-    ``fit``: from the rows that it sees.
-    """
+    """Seconds by fits that did not see the layout, ``(collectives,)``; of a single layout, that did not see the size."""
     keys = np.array([(c.group_size, c.ranks_per_node, c.num_bytes) for c in collectives])
     several = (keys[:, :2] != keys[0, :2]).any()
     distinct, which = np.unique(keys[:, :2] if several else keys[:, 2:], axis=0, return_inverse=True)
@@ -361,7 +358,8 @@ def left_out_seconds(
     for fold in range(min(SITE_FOLDS, len(distinct))):
         held = folds == fold
         seen = ~held if len(distinct) > 1 else held  # nothing can be left out of a single size
-        predicted[held] = fit(seen).seconds([collectives[i] for i in np.flatnonzero(held).tolist()], fabric)
+        known, asked = ([collectives[i] for i in np.flatnonzero(rows).tolist()] for rows in (seen, held))
+        predicted[held] = fit(known, fabric, seconds[seen]).seconds(asked, fabric)
     return predicted
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -274,11 +275,7 @@ def test_a_single_layout_is_judged_by_sizes_that_are_left_out() -> None:
     """A site with one layout says how its other sizes behave there."""
     works = [Collective("all_gather", 1 << power, 16, 8) for power in range(3, 32)]
     measured = UNFITTED.seconds(works, FABRIC) * np.array([1.6 if c.num_bytes > 1 << 18 else 1.0 for c in works])
-
-    def fit(rows: NDArray[np.bool_]) -> BetweenNodes:
-        return fit_site(UNFITTED, [c for c, own in zip(works, rows, strict=True) if own], FABRIC, measured[rows])
-
-    off = np.abs(np.log(left_out_seconds(works, FABRIC, fit) / measured))
+    off = np.abs(np.log(left_out_seconds(partial(fit_site, UNFITTED), works, FABRIC, measured) / measured))
     assert off.mean() < 0.4 * np.abs(np.log(UNFITTED.seconds(works, FABRIC) / measured)).mean()
 
 
