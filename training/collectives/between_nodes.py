@@ -350,7 +350,7 @@ def left_out_seconds(
     fabric: Fabric,
     seconds: Array,
 ) -> Array:
-    """Seconds by fits that did not see the layout, ``(collectives,)``; of a single layout, that did not see the size."""
+    """Seconds by fits that did not see the layout, ``(collectives,)``; of a single layout, not the size."""
     keys = np.array([(c.group_size, c.ranks_per_node, c.num_bytes) for c in collectives])
     several = (keys[:, :2] != keys[0, :2]).any()
     distinct, which = np.unique(keys[:, :2] if several else keys[:, 2:], axis=0, return_inverse=True)

@@ -18,7 +18,7 @@ from stepsight.simulator.iteration.simulate import Simulation, exchange_facts, s
 from stepsight.simulator.iteration.simulate_many import Sensitivity, explain
 from stepsight.simulator.iteration.timeline import timeline, timeline_json
 from stepsight.simulator.memory import Memory, estimate_memory
-from stepsight.simulator.programs.lower import iteration_flops, lower
+from stepsight.simulator.programs.lower import iteration_flops, looked_up_bytes, lower
 from stepsight.training.corrections.calibration import Calibration, JobCorrection
 from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE, interval_text, seconds_text
 from stepsight.training.corrections.residual import JobFeatures, NearRuns
@@ -369,8 +369,8 @@ def utilisation(job: Job, hardware: Hardware, seconds: float) -> tuple[float, fl
     lowered = lower(job, hardware)
     needed, done = iteration_flops(lowered)  # of a rank of each stage
     at_peak = seconds * peak_flops(job, hardware) * job.parallel.pp
-    rows = sum(lowered.segments[index].looked_up_bytes for index in lowered.segment.ravel()) if job.model.tables else 0
-    looked_up = rows / (seconds * hardware.memory_bandwidth_bytes_per_s * job.parallel.pp)
+    at_bandwidth = seconds * hardware.memory_bandwidth_bytes_per_s * job.parallel.pp
+    looked_up = looked_up_bytes(lowered) / at_bandwidth if job.model.tables else 0.0
     return needed / at_peak, done / at_peak, done / at_peak + looked_up
 
 
