@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stepsight.dataset.kinds.op import Op
-from stepsight.simulator.blocks.step import Block, Item, RankShape, Saved, Step
+from stepsight.simulator.blocks.step import Block, Flow, Item, RankShape, Saved, Step
 
 _ROWS = ("out", "cross_out", "down", "fc2")  # row-parallel linears
 
@@ -30,7 +30,7 @@ def adapted(shape: RankShape, block: Block, *, lowest: bool = False) -> Block:
         product = next((item for item in step.forward if isinstance(item, Op) and item.kind == "linear"), None)
         rows, n, k = product.dims if product else (0, 0, 0)
         targets = [own for name, own in _widths(shape, step.name, n).items() if name in shape.model.lora_targets]
-        own = replace(_frozen(step), flow=step.flow + "k" * len(targets))
+        own = replace(_frozen(step), flow=(*step.flow, *[Flow.KEEP] * len(targets)))
         found.append(replace(own, backward=(), saved=()) if lowest else own)
         alone = not found[-1].saved  # whether the target keeps no input
         for number, width in enumerate(targets):
@@ -96,5 +96,5 @@ def _adapter(shape: RankShape, name: str, sizes: tuple[int, int, int], *, ends: 
         (shape.op("linear_wgrad", *wider.dims), shape.op("linear_wgrad", *thin.dims)),
         (outer * rank, inner * k),
         saved=(*mask, *taken, Saved(rows * rank * size)),
-        flow="sJ",
+        flow=(Flow.SWAP, Flow.JOIN_AT_LAST),
     )

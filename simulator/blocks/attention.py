@@ -43,7 +43,7 @@ from stepsight.simulator.blocks.layer_parts import (
     row_linear,
     row_parallel,
 )
-from stepsight.simulator.blocks.step import Block, Comm, Item, Join, RankShape, Saved, Step, in_module
+from stepsight.simulator.blocks.step import Block, Comm, Flow, Item, Join, RankShape, Saved, Step, in_module
 
 _GENERATIONS = {"flash-1": "flash1_", "flash-2": "flash2_"}  # plain ``attention`` means the last one
 _KINDS = "attention", "attention_backward"
@@ -293,22 +293,25 @@ def latent_attention(shape: RankShape, *, causal: bool = True) -> Block:
 
     kv_down = down("kv_down", kv_width)
     kv_norm = norm(shape, "kv_norm", fork=False, width=model.kv_lora_rank)
-    kv_up = replace(column_linear(shape, "kv_up", keys_values, model.kv_lora_rank), flow="s")
+    kv_up = replace(column_linear(shape, "kv_up", keys_values, model.kv_lora_rank), flow=(Flow.SWAP,))
     if model.q_lora_rank:
         rank = model.q_lora_rank
         q_norm = norm(shape, "q_norm", fork=False, width=rank)
-        both = [replace(step, flow="j") for step in enter(shape, rank + kv_width)]
-        down_again, *norms = (replace(step, flow="s") for step in (kv_down, q_norm, kv_norm))
+        both = [replace(step, flow=(Flow.JOIN,)) for step in enter(shape, rank + kv_width)]
+        down_again, *norms = (replace(step, flow=(Flow.SWAP,)) for step in (kv_down, q_norm, kv_norm))
         latents: Block = (fork(shape), down("q_down", rank), down_again, *norms, *both)
-        up: Block = (replace(column_linear(shape, "q_up", queries, rank), flow="k" if both else "s"), kv_up)
+        up: Block = (
+            replace(column_linear(shape, "q_up", queries, rank), flow=(Flow.KEEP if both else Flow.SWAP,)),
+            kv_up,
+        )
     else:  # whole queries, from the activation of all rows
-        whole_rows = [replace(step, flow="s") for step in enter(shape)]
+        whole_rows = [replace(step, flow=(Flow.SWAP,)) for step in enter(shape)]
         latents = (fork(shape), kv_down, kv_norm, *enter(shape, kv_width), *whole_rows)
         q = column_linear(shape, "q", queries, model.hidden, keeps="norm1")
-        up = (q if whole_rows else replace(q, flow="s"), kv_up)
+        up = (q if whole_rows else replace(q, flow=(Flow.SWAP,)), kv_up)
     out = row_linear(shape, "out", model.hidden, heads.heads * model.v_head_dim)
     # Rotary positions of each head's queries and of one shared key, which is then concatenated to each head's keys.
     numel, join = shape.rows * (own + 1) * model.rope_head_dim, shape.op("copy", shape.rows * own * size)
-    rope = Step("rope", (shape.op("rope", numel), join), (join, shape.op("rope_backward", numel)), flow="j")
+    rope = Step("rope", (shape.op("rope", numel), join), (join, shape.op("rope_backward", numel)), flow=(Flow.JOIN,))
     up = in_module((*up, rope), "mla_up_proj")
     return (*latents, *up, *core(shape, heads, made_by="mla_up_proj"), out, *leave(shape))

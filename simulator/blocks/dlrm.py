@@ -17,7 +17,7 @@ from stepsight.dataset.job.model_spec import ModelSpec
 from stepsight.dataset.job.sharding import Lookup, RankTables
 from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.blocks.layer_parts import linear
-from stepsight.simulator.blocks.step import Block, Comm, Group, Item, Join, RankShape, Saved, Step
+from stepsight.simulator.blocks.step import Block, Comm, Flow, Group, Item, Join, RankShape, Saved, Step
 
 INDICES, SUMS = "cp", "ep"  # streams of the two exchanges
 
@@ -30,7 +30,8 @@ def dlrm_embedding(shape: RankShape, shared: bool = False) -> Block:
     indices: Block = ()
     if tables.num_ranks > 1 and tables.lookups:
         indices = (Step("indices", _all_to_all(tables, tables.index_bytes, INDICES, beside=tables.pipelined)),)
-    beside = [replace(step, backward=(), weight_grad=(), parameters=(), flow=step.flow[1:].upper())
+    beside = [replace(step, backward=(), weight_grad=(), parameters=(),
+                      flow=(Flow.DROP_IN_FORWARD,) * (Flow.DROP in step.flow))
               for step in _bottom(shape, tables)]  # fmt: skip
     return (
         *indices,
@@ -44,7 +45,8 @@ def dlrm_embedding(shape: RankShape, shared: bool = False) -> Block:
 def _bottom(shape: RankShape, tables: RankTables) -> Block:
     """What runs beside the exchange of sums: lookups in replicas, and the bottom MLP."""
     first, *others = _mlp(shape, "bottom", shape.model.dense_features, shape.model.bottom_mlp)
-    plain = replace(first, backward=(), weight_grad_first=False, flow="kn")  # numbers of a sample need no gradient
+    own_flow = Flow.KEEP, Flow.DROP  # numbers of a sample need no gradient
+    plain = replace(first, backward=(), weight_grad_first=False, flow=own_flow)
     return (*_replicated(shape, tables), plain, *others)
 
 
@@ -53,7 +55,7 @@ def dlrm_layer(shape: RankShape, kind: str) -> Block:
     model, rows = shape.model, shape.rows
     if kind == "bottom":
         assert shape.tables is not None, "the rules of a job ask for tables"
-        meet = Step("meet", backward=_joined(shape), flow="j")
+        meet = Step("meet", backward=_joined(shape), flow=(Flow.JOIN,))
         return (*(replace(step, forward=(), saved=()) for step in _bottom(shape, shape.tables)), meet)
     if kind == "dot":
         vectors, dim = len(model.tables) + 1, model.hidden

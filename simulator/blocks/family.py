@@ -44,7 +44,7 @@ from stepsight.simulator.blocks.layer_parts import (
     token_metrics,
 )
 from stepsight.simulator.blocks.moe import experts
-from stepsight.simulator.blocks.step import Block, Item, RankShape, Saved, Step, in_module, offloaded, recomputed
+from stepsight.simulator.blocks.step import Block, Flow, Item, RankShape, Saved, Step, in_module, offloaded, recomputed
 
 LayerKinds = tuple[tuple[str, int], ...]
 _TOKEN_TYPES, _BUCKETS = 2, 32  # of BERT; of T5's relative positions
@@ -66,7 +66,7 @@ def tokens(shape: RankShape, shared: bool = False, *, again: bool = False) -> Bl
         weight_grad=(shape.op("embedding_backward", rows, hidden, vocab), *join),
         parameters=() if again else (vocab * hidden,),
         replicated=shape.tp.size > 1 and not parallel,
-        flow="x" * again,
+        flow=(Flow.ASIDE,) * again,
     )
     return (table, *(leave(shape) if parallel else ()))
 
@@ -259,7 +259,7 @@ def _cross(shape: RankShape, adds: bool) -> Block:
     model, far = shape.model, encoder_shape(shape)
     heads, kv_heads, size = model.heads // shape.tp.size, model.kv_heads // shape.tp.size, model.head_size
     sizes = Heads(heads, kv_heads, size, size, shape.seq_len, far.seq_len, causal=False)
-    sums: Block = (Step("encoder", flow="kn"),)  # gradients of the encoder's output are summed
+    sums: Block = (Step("encoder", flow=(Flow.KEEP, Flow.DROP)),)  # gradients of the encoder's output are summed
     if adds:
         sums = (
             *sums,
@@ -272,7 +272,7 @@ def _cross(shape: RankShape, adds: bool) -> Block:
         *sums,
         *enter(far),
         replace(column_linear(far, "cross_kv", 2 * kv_heads * size, model.hidden), saved=()),
-        *(replace(step, flow="j" * (not at)) for at, step in enumerate(core(shape, sizes))),
+        *(replace(step, flow=(Flow.JOIN,) * (not at)) for at, step in enumerate(core(shape, sizes))),
         row_linear(shape, "cross_out", model.hidden, heads * size),
         *leave(shape),
         residual(shape),
@@ -285,7 +285,7 @@ def t5_embedding(shape: RankShape, shared: bool = False) -> Block:
     for own, name in ((encoder_shape(shape), "encoder_positions"), (shape, "decoder_positions")):
         dims = (_scores(own) // heads, heads, _BUCKETS)
         read, add = shape.op("embedding", *dims), shape.op("embedding_backward", *dims)
-        tables.append(Step(name, (read,), weight_grad=(add,), parameters=(_BUCKETS * heads,), flow="x"))
+        tables.append(Step(name, (read,), weight_grad=(add,), parameters=(_BUCKETS * heads,), flow=(Flow.ASIDE,)))
     return (*tokens(encoder_shape(shape), shared), *tokens(shape, again=True), *tables)
 
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.job.specs import SPLIT_TP
 from stepsight.dataset.kinds.op import Op
-from stepsight.simulator.blocks.step import Block, Comm, Item, Join, LostTime, RankShape, Saved, Step
+from stepsight.simulator.blocks.step import Block, Comm, Flow, Item, Join, LostTime, RankShape, Saved, Step
 
 Ops = tuple[Op, ...]
 
@@ -194,11 +194,11 @@ def norm(shape: RankShape, name: str, *, fork: bool = True, rows: int = 0, width
         parameters=(width, width) if kind == "layer_norm" else (width,),
         replicated=True,
         saved=(Saved(rows * width * shape.dtype_bytes),),
-        flow="k" * fork,
+        flow=(Flow.KEEP,) * fork,
     )
 
 
-def fork(shape: RankShape, name: str = "fork", *, flow: str = "k") -> Step:
+def fork(shape: RankShape, name: str = "fork", *, flow: tuple[Flow, ...] = (Flow.KEEP,)) -> Step:
     """An activation with two consumers; the backward adds the two gradients."""
     return Step(name, backward=(shape.op("add", shape.local_rows * shape.model.hidden),), flow=flow)
 
@@ -207,9 +207,9 @@ def residual(shape: RankShape) -> Step:
     numel = shape.local_rows * shape.model.hidden
     forward = (shape.op("add", numel),)
     if not shape.model.dropout:
-        return Step("residual", forward, flow="J")
+        return Step("residual", forward, flow=(Flow.JOIN_AT_LAST,))
     backward = (shape.op("dropout_backward", numel),)  # in forward it is fused with the addition (Megatron, 2021)
-    return Step("residual", forward, backward, saved=(Saved(numel),), flow="J")
+    return Step("residual", forward, backward, saved=(Saved(numel),), flow=(Flow.JOIN_AT_LAST,))
 
 
 def enter(shape: RankShape, width: int = 0, *, operand: bool = False) -> tuple[Step, ...]:

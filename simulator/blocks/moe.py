@@ -45,7 +45,7 @@ from math import comb
 
 from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.blocks import layer_parts
-from stepsight.simulator.blocks.step import Block, Comm, Group, Join, RankShape, Saved, Step, in_module
+from stepsight.simulator.blocks.step import Block, Comm, Flow, Group, Join, RankShape, Saved, Step, in_module
 
 
 def local_experts(shape: RankShape, rows: int) -> Block:
@@ -199,9 +199,9 @@ def experts(shape: RankShape) -> Block:
     shared: Block = ()
     if model.shared_experts:
         inside = layer_parts.mlp(shape, model.shared_experts * model.expert_ffn, "shared_", keeps="norm2")
-        flow = "js" if shape.ep.size > 1 and shape.dispatcher != "alltoall" else "s"  # from tokens, and back to copies
-        first_of = layer_parts.fork(shape, "shared", flow=flow)
-        shared = (first_of, *in_module(inside, "shared_experts"), Step("shared", flow="s"))
+        joins = shape.ep.size > 1 and shape.dispatcher != "alltoall"  # from tokens, and back to copies
+        first_of = layer_parts.fork(shape, "shared", flow=(*[Flow.JOIN] * joins, Flow.SWAP))
+        shared = (first_of, *in_module(inside, "shared_experts"), Step("shared", flow=(Flow.SWAP,)))
     if shape.ep.size > 1 and shape.dispatcher != "alltoall":
         out: Block = _once_to_each_rank(shape, count, shared)
         first: Block = (_router(shape, count),)
@@ -211,7 +211,7 @@ def experts(shape: RankShape) -> Block:
         copies = (Saved(count.sent * model.hidden * shape.dtype_bytes),)
         back = Step("unpermute", moves[1], _moves(shape, count, "unpermute_backward"), saved=copies)
         out = (*_away_and_back(shape, count, shared), back)
-        first = (_router(shape, count), Step("permute", *moves, saved=(Saved(4 * count.sent),), flow="j"))
+        first = (_router(shape, count), Step("permute", *moves, saved=(Saved(4 * count.sent),), flow=(Flow.JOIN,)))
     if split:
         own = Step("tp", backward=(shape.tp_comm("all_gather", whole_bytes),))
         gather = Step("tp", (shape.tp_comm("all_gather", whole_bytes),))
@@ -221,7 +221,10 @@ def experts(shape: RankShape) -> Block:
     else:
         block = (*first, *out)
     if shared:
-        block = (*block, Step("shared_add", (shape.op("add", shape.local_rows * model.hidden),), flow="J"))
+        block = (
+            *block,
+            Step("shared_add", (shape.op("add", shape.local_rows * model.hidden),), flow=(Flow.JOIN_AT_LAST,)),
+        )
     return block
 
 
@@ -247,7 +250,7 @@ def _router(shape: RankShape, count: Tokens) -> Step:
         (shape.model.experts * hidden,),
         replicated=True,
         saved=(layer_parts.kept(count.routed * hidden * shape.dtype_bytes, "norm2"), Saved(numel * shape.main_bytes)),
-        flow="kk" if shape.model.shared_experts else "k",
+        flow=(Flow.KEEP,) * (2 if shape.model.shared_experts else 1),
     )
 
 
@@ -282,7 +285,7 @@ def _once_to_each_rank(shape: RankShape, count: Tokens, shared: Block) -> Block:
     sort, join = (shape.op("permute", *sizes),), (shape.op("unpermute", *sizes),)
     return (
         *shared,
-        Step("dispatch", here, here, flow="" if shared else "j"),
+        Step("dispatch", here, here, flow=() if shared else (Flow.JOIN,)),
         Step("permute", sort, join, saved=(Saved(4 * count.computed),)),
         *local_experts(shape, count.computed),
         Step("unpermute", join, sort),
@@ -301,7 +304,7 @@ def _away_and_back(shape: RankShape, count: Tokens, shared: Block) -> Block:
         here = _travels(shape, shape.ep, num_bytes)
         after = (Step("combine", here, here),)
         if shared:  # in backward the same in reverse
-            arrive = Step("dispatch", (Join("ep"),), (beside,), flow="n")
+            arrive = Step("dispatch", (Join("ep"),), (beside,), flow=(Flow.DROP,))
             before = (Step("dispatch", (beside,), (Join("ep"),)), *shared, arrive)
         else:
             before = (Step("dispatch", here, here),)

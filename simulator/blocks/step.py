@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from enum import StrEnum, unique
 from itertools import groupby
 
 from stepsight.dataset.base.caching import hashed_once
@@ -75,6 +76,39 @@ class Saved:
     made_by: str = ""  # the module that makes it, one of RECOMPUTE_MODULES: kept only if that is not recomputed
 
 
+@unique
+class Flow(StrEnum):
+    """Which tensors an item reads and hands on, if not what the item before it made.
+
+    ``programs.data_flow`` follows these marks in order, with what is handed on and a stack of what was kept.
+    """
+
+    # of a step
+    KEEP = "keep"  # what comes in goes onto the stack, and is handed on too
+    SWAP = "swap"  # what comes in goes onto the stack, and what was its top is handed on instead
+    DROP = "drop"  # nothing is handed on
+    DROP_IN_FORWARD = "drop_in_forward"  # the same, in forward alone
+    JOIN = "join"  # the first item also reads the top of the stack, and takes it off
+    JOIN_AT_LAST = "join_at_last"  # the last item does (a sum)
+    ASIDE = "aside"  # items read nothing, and hand nothing on
+    RUN_AGAIN = "run_again"  # the backward of the step is a forward that runs again, with a stack of its own
+    # of items, added by passes
+    RAN_AGAIN = "ran_again"  # what ran again is over
+    BEGIN_BACKWARD = "begin_backward"  # of a step: gradients of its parameters read what is handed on here
+    PARAMETERS = "parameters"  # it reads parameters
+    GRADIENTS_TOO = "gradients_too"  # it makes gradients of parameters beside that of the input
+    # the same, of items that hand nothing on
+    GRADIENT = "gradient"  # it makes a gradient of a parameter from what arrived at its step
+    GRADIENT_CONTINUED = "gradient_continued"  # it reads the item before it, and its result replaces that gradient
+    COPY_FIRST = "copy_first"  # it copies the first gradient of its step
+    COPY_LAST = "copy_last"  # it copies the last one
+    COPY_AGAIN = "copy_again"  # it copies what the item before it made
+    IN_BUCKET = "in_bucket"  # after one of these: into a bucket, where others are
+    PARAMETERS_IN = "parameters_in"  # it copies parameters into a message
+    PARAMETERS_OUT = "parameters_out"  # it copies them out of it
+    GRADIENTS_IN = "gradients_in"  # it copies gradients into a message
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One module call."""
@@ -100,7 +134,7 @@ class Step:
     module: str = ""  # what it is part of, one of RECOMPUTE_MODULES or empty: jobs may name modules to recompute
     # whether full recomputation leaves out its last op, a product, since what it returns is kept
     output_kept: bool = False
-    flow: str = ""  # which tensors its ops read, if not what the step before made: letters of ``programs.data_flow``
+    flow: tuple[Flow, ...] = ()  # which tensors its items read, if not what the step before made
     # whether a recomputation that ends with this step leaves out its last op, since the step keeps its inputs alone
     ends_unneeded: bool = False
 
@@ -144,7 +178,7 @@ def recomputed(block: Block, modules: Collection[str]) -> Block:
         made = sum(step.saved_bytes for step in steps[1:]) if module in WHOLE else 0
         if module in WHOLE:
             steps = (steps[0], *(replace(step, saved=()) for step in steps[1:]))
-        found += [*steps, Step(f"{module}.again", backward=tuple(again), temporary_bytes=made, flow="(")]
+        found += [*steps, Step(f"{module}.again", backward=tuple(again), temporary_bytes=made, flow=(Flow.RUN_AGAIN,))]
     return tuple(found)
 
 

@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.caching import HashedTuple, cached, hashed_once
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.kinds.op import Op
-from stepsight.simulator.blocks.step import Block, Comm, Item, Join, LostTime, OverlappedOp, Step
-from stepsight.simulator.programs.data_flow import backward_flow, forward_flow
+from stepsight.simulator.blocks.step import Block, Comm, Flow, Item, Join, LostTime, OverlappedOp, Step
+from stepsight.simulator.programs.data_flow import Marks, backward_flow, forward_flow
 from stepsight.simulator.programs.op_level import STREAMS, Work, dependencies, issue
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "forward", "backward", "input", "weight"
 
 Gradients = HashedTuple[tuple[int, int, bool]]
-Issued = tuple[Item, str, str]  # what is issued, the name of its step, and its letters of ``data_flow``
+Issued = tuple[Item, str, Marks]  # what is issued, the name of its step, and its marks
 
 
 class Columns(NamedTuple):
@@ -118,18 +118,18 @@ def _work_of(node: Op | Comm | OverlappedOp | LostTime) -> Work:
 def forward_pass(block: Block, casts: str = "") -> BlockPass:
     """Forward of a block; ``casts``: the type that parameters are cast to where they are used, empty: they are not."""
     items: list[Issued] = []
-    _run_forward(items, [(step, step.name) for step in block], casts, "")
+    _run_forward(items, [(step, step.name) for step in block], casts, ())
     return _closed(items)
 
 
-def _run_forward(items: list[Issued], steps: Iterable[tuple[Step, str]], casts: str, before: str) -> str:
+def _run_forward(items: list[Issued], steps: Iterable[tuple[Step, str]], casts: str, before: Marks) -> Marks:
     """Add the forward of some steps with their names, after the casts of their parameters.
 
-    ``before``, and what is returned: letters of ``data_flow`` for the next item.
+    ``before``, and what is returned: marks for the next item.
     """
     for step, name in steps:
         cast = _by_arrival(step, casts)[::-1] if casts else ()
-        items += [(Op("cast", (numel,), casts), f"{name}.cast", "x") for numel in cast]
+        items += [(Op("cast", (numel,), casts), f"{name}.cast", (Flow.ASIDE,)) for numel in cast]
         flow, before = forward_flow(step, before)
         items += zip(step.forward, repeat(name), flow)
     return before
@@ -167,25 +167,28 @@ def backward_pass(block: Block, spec: BackwardSpec, casts: str = "") -> BlockPas
     if spec.recompute == "selective" and spec.part != WEIGHT:
         runs = [tuple(run) for is_core, run in groupby(block, lambda step: step.attention_core) if is_core]
         cores = {id(run[-1]): run for run in runs}
-    letters = ""
+    marks: Marks = ()
     for place in reversed(range(len(block))):
         step = block[place]
         if again and place == last:
-            letters = _run_forward(items, [(s, f"again.{s.name}") for s in again], casts, f"{letters}(") + ")"
+            marks = _run_forward(items, [(s, f"again.{s.name}") for s in again], casts, (*marks, Flow.RUN_AGAIN))
+            marks = (*marks, Flow.RAN_AGAIN)
         if core := cores.get(id(step)):
-            letters = _run_forward(items, [(s, f"{s.name}.again") for s in core], "", f"{letters}(") + ")"
+            marks = _run_forward(items, [(s, f"{s.name}.again") for s in core], "", (*marks, Flow.RUN_AGAIN))
+            marks = (*marks, Flow.RAN_AGAIN)
         way = step.backward if spec.part != WEIGHT else ()
         weights = step.weight_grad if spec.part != INPUT else ()
-        flow, letters = backward_flow(step, way, weights, letters)
+        flow, marks = backward_flow(step, way, weights, marks)
         items += zip(step.full_backward if way and weights else way or weights, repeat(step.name), flow)
         for numel in _by_arrival(step, casts) if spec.part != INPUT else ():
-            copied = chain("P" if numel < max(step.parameters) else "p", repeat("q"))
+            first = Flow.COPY_LAST if numel < max(step.parameters) else Flow.COPY_FIRST
+            copied = chain([(first,)], repeat((Flow.COPY_AGAIN,)))
             if casts:
                 items.append((Op("cast", (numel,), casts), f"{step.name}.cast", next(copied)))
             if spec.accumulate:
                 items.append((Op("add", (numel,), spec.dtype), f"{step.name}.accumulate", next(copied)))
             if spec.bucket_experts if step.expert else spec.bucket:
-                items.append((Op("copy", (numel,), spec.dtype), f"{step.name}.bucket", next(copied) + "c"))
+                items.append((Op("copy", (numel,), spec.dtype), f"{step.name}.bucket", (*next(copied), Flow.IN_BUCKET)))
             arrived.append((len(items), numel, step.expert))
     nodes = [0, *accumulate(int(not isinstance(item, Join)) for item, *_ in items)]
     return _closed(items, [(nodes[at], numel, expert) for at, numel, expert in arrived])
@@ -199,7 +202,7 @@ def _closed(items: list[Issued], gradients: Sequence[tuple[int, int, bool]] = ()
             running[item.stream] = None
         elif isinstance(item, Join | Comm):
             running.pop(item.stream, None)
-    return BlockPass((*items, *((Join(stream), "", "") for stream in running)), Gradients(gradients))
+    return BlockPass((*items, *((Join(stream), "", ()) for stream in running)), Gradients(gradients))
 
 
 def _needed_again(block: Block, spec: BackwardSpec) -> tuple[int, Block]:
@@ -214,5 +217,5 @@ def _needed_again(block: Block, spec: BackwardSpec) -> tuple[int, Block]:
 
 
 @cached(8192)
-def items_pass(items: tuple[Item, ...], name: str, flow: str = "") -> BlockPass:
+def items_pass(items: tuple[Item, ...], name: str, flow: Marks = ()) -> BlockPass:
     return BlockPass(tuple((item, name, flow) for item in items))

@@ -1,10 +1,7 @@
 """Which nodes made the tensors that a node of a segment reads: its data edges, as execution traces tell them.
 
 In a block each step reads what the step before it made, and hands on what it makes itself.  ``Step.flow`` says where
-that is not so, letter by letter, with a stack of kept tensors: ``k`` keeps what comes in, ``s`` swaps it with what was
-kept last, ``n`` goes on with nothing, ``j`` joins what was kept last to what the first op reads, and ``J`` to what the
-last one reads (a sum); ``x`` reads nothing and hands nothing on.  Backward is the reverse of it: a tensor that is kept
-has two gradients.  ``N`` is ``n`` in forward alone.
+that is not so, with marks (``Flow``).  Backward follows them in reverse: a tensor that is kept has two gradients.
 
 Gradients of parameters read what arrived at their step; copies and sums of them, and messages of replicas, read them.
 What was gathered is read by the ops that have parameters.  Casts of parameters are not followed.
@@ -19,17 +16,17 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.graph.program import Dependency, Program
 from stepsight.dataset.kinds.op import Op
-from stepsight.simulator.blocks.step import Item, Step
+from stepsight.simulator.blocks.step import Flow, Item, Step
 
-# Letters of items, beside those of steps: ``b`` begins the backward of a step, ``e`` makes gradients of parameters too,
-# ``r`` reads parameters, ``(`` and ``)`` surround what runs again.  These are not handed on: ``w``, ``v`` a gradient of
-# a parameter, and the op after it; ``p``, ``P``, ``q`` a copy of the first or last of these of a step, and the op after
-# it; ``c`` is that in a bucket, where others are; ``i``, ``g`` copies into a message of parameters and of gradients,
-# and ``o`` one out of it.
 _AGAIN = ".again"  # in names of what runs again
 ENTERS = -1  # in place of a node: what enters the segment
-_BACK = str.maketrans("kj", "jk", "JNx")
-_OFF_WAY = frozenset("wvpPqcxigo")
+_IN_BACKWARD = {Flow.KEEP: Flow.JOIN, Flow.JOIN: Flow.KEEP, Flow.SWAP: Flow.SWAP, Flow.DROP: Flow.DROP}
+_COPIES = frozenset({Flow.COPY_FIRST, Flow.COPY_LAST, Flow.COPY_AGAIN})
+_MADE = frozenset({Flow.GRADIENT, Flow.GRADIENT_CONTINUED, Flow.GRADIENTS_TOO})
+_INTO_MESSAGE = frozenset({Flow.PARAMETERS_IN, Flow.GRADIENTS_IN, Flow.IN_BUCKET})
+_OFF_WAY = _COPIES | _MADE - {Flow.GRADIENTS_TOO} | _INTO_MESSAGE | {Flow.ASIDE, Flow.PARAMETERS_OUT}
+
+Marks = tuple[Flow, ...]
 
 
 def _sums(items: Sequence[Item]) -> bool:
@@ -37,47 +34,53 @@ def _sums(items: Sequence[Item]) -> bool:
     return bool(items) and isinstance(items[-1], Op) and items[-1].kind == "add"
 
 
-def forward_flow(step: Step, before: str) -> tuple[list[str], str]:
-    """Letters of each item of a step's forward, and those for the item after it; ``before``: such of steps before."""
+def forward_flow(step: Step, before: Marks) -> tuple[list[Marks], Marks]:
+    """Marks of each item of a step's forward, and those for the item after it; ``before``: such of steps before."""
+    first = tuple([mark for mark in step.flow if mark not in (Flow.JOIN_AT_LAST, Flow.RUN_AGAIN)])
+    last = (Flow.JOIN,) * step.flow.count(Flow.JOIN_AT_LAST)
     if not step.forward:
-        return [], before + step.flow.lower().strip("(")
+        return [], (*before, *first, *last)
     found = _of_parameters(step, step.forward)
-    found[0] = before + step.flow.replace("J", "") + found[0]
-    found[-1] += "j" * step.flow.count("J")
-    return found, ""
+    found[0] = (*before, *first, *found[0])
+    found[-1] += last
+    return found, ()
 
 
-def _of_parameters(step: Step, items: Sequence[Item]) -> list[str]:
-    """Letters of items, of which products, or else the last one of a forward and the first of a backward, read the
+def _of_parameters(step: Step, items: Sequence[Item]) -> list[Marks]:
+    """Marks of items, of which products, or else the last one of a forward and the first of a backward, read the
     parameters of a step."""
     if not step.parameters and not step.frozen:
-        return [""] * len(items)
+        return [()] * len(items)
     products = [isinstance(item, Op) and item.record.family.endswith("gemm") for item in items]
     if not any(products) and items:
         products[0 if items is step.backward else -1] = True
-    return ["r" * product for product in products]
+    return [(Flow.PARAMETERS,) * product for product in products]
 
 
-def backward_flow(step: Step, way: Sequence[Item], gradients: Sequence[Item], before: str) -> tuple[list[str], str]:
+def backward_flow(
+    step: Step, way: Sequence[Item], gradients: Sequence[Item], before: Marks
+) -> tuple[list[Marks], Marks]:
     """The same of its backward: of the items on the way and of those that make gradients of parameters, in order."""
-    if step.flow == "(":
-        return [f"{before}(", *[""] * (len(way) - 1)], ")"
-    found, after = _of_parameters(step, way), step.flow[::-1].translate(_BACK)
+    if step.flow == (Flow.RUN_AGAIN,):
+        return [(*before, Flow.RUN_AGAIN), *[()] * (len(way) - 1)], (Flow.RAN_AGAIN,)
+    found, after = _of_parameters(step, way), [_IN_BACKWARD[m] for m in reversed(step.flow) if m in _IN_BACKWARD]
     apart = [isinstance(item, Op) and (item.record.weight_gradient or item.kind == "bias_grad") for item in gradients]
-    others = ["w" if apart[at] or not at else "v" for at in range(len(apart))]
+    others: list[Marks] = [
+        (Flow.GRADIENT if own or not at else Flow.GRADIENT_CONTINUED,) for at, own in enumerate(apart)
+    ]
     if found and step.parameters and not others:
-        found[-2 if _sums(way) and len(way) > 1 else -1] += "e"
+        found[-2 if _sums(way) and len(way) > 1 else -1] += (Flow.GRADIENTS_TOO,)
     if _sums(way):
-        found[-1] += "j" * after.count("j")
-        after = after.replace("j", "")
-    before += "k" * step.flow.count("J")
+        found[-1] += (Flow.JOIN,) * after.count(Flow.JOIN)
+        after = [mark for mark in after if mark is not Flow.JOIN]
+    before += (Flow.KEEP,) * step.flow.count(Flow.JOIN_AT_LAST)
     if not found and not others:
-        return [], before + after
+        return [], (*before, *after)
     if others and not (found and step.weight_grad_first):
-        others[0], after = after + others[0], ""
+        others[0], after = (*after, *others[0]), []
     found = [*others, *found] if step.weight_grad_first else [*found, *others]
-    found[0] = f"{before}b{found[0]}"
-    return found, after
+    found[0] = (*before, Flow.BEGIN_BACKWARD, *found[0])
+    return found, tuple(after)
 
 
 def kept_activations(forward: Program, backward: Program) -> NDArray[np.int64]:
@@ -124,55 +127,66 @@ class DataFlow:
         self._parameters: dict[bool, list[int]] = {}  # newest copies out of them, of layers and of others
         self._last = -1
 
-    def reads(self, node: int, name: str, letters: str) -> list[int]:
+    def reads(self, node: int, name: str, marks: Marks) -> list[int]:
         """Nodes that a node reads; ``name``: its own."""
         layer = not name.startswith(("head", "embedding", "root"))
-        role, read = letters[-1:], self.follow(letters.removesuffix("c"), name)
-        read = [*read, *self._message * (role == "c"), *self._parameters.get(layer, []) * ("r" in letters)]
-        if role in ("v", "p", "P", "q", "c"):
+        role, in_bucket = marks[-1] if marks else None, marks[-1:] == (Flow.IN_BUCKET,)
+        read = self.follow(marks[:-1] if in_bucket else marks, name)
+        parameters = self._parameters.get(layer, []) if Flow.PARAMETERS in marks else []
+        read = [*read, *self._message * in_bucket, *parameters]
+        if in_bucket or role in _COPIES or role is Flow.GRADIENT_CONTINUED:
             for each in read:
                 self._made.pop(each, None)
-        if role in ("w", "v", "e"):
-            self._ends = [*self._ends[: len(self._ends) - (role == "v")], node]
-        if role in ("w", "v", "e", "p", "P", "q"):
+        if role in _MADE:
+            self._ends = [*self._ends[: len(self._ends) - (role is Flow.GRADIENT_CONTINUED)], node]
+        if role in _MADE or role in _COPIES:
             self._made[node] = layer
-        if role in ("i", "g", "c"):
+        if role in _INTO_MESSAGE:
             self._message = [node]
-        if role == "o":
+        if role is Flow.PARAMETERS_OUT:
             self._parameters[layer] = [node]
         if role not in _OFF_WAY:
             self.newest = [node]
         self._last = node
         return read
 
-    def follow(self, letters: str, name: str = "") -> list[int]:
-        """Go along the letters; what an item with them reads."""
-        for letter in letters:
-            if letter == "k":
+    def follow(self, marks: Marks, name: str = "") -> list[int]:
+        """Go along the marks; what an item with them reads."""
+        for mark in marks:
+            if mark is Flow.KEEP:
                 self._kept.append(self.newest)
-            elif letter == "j":
+            elif mark is Flow.JOIN:
                 self.newest = [*dict.fromkeys([*self.newest, *(self._kept.pop() if self._kept else ())])]
-            elif letter == "s" and self._kept:
+            elif mark is Flow.SWAP and self._kept:
                 self.newest, self._kept[-1] = self._kept[-1], self.newest
-            elif letter in "nN":
+            elif mark in (Flow.DROP, Flow.DROP_IN_FORWARD):
                 self.newest = []
-            elif letter == "(":
+            elif mark is Flow.RUN_AGAIN:
                 self._outside.append((self.newest, self._kept))
                 self.newest, self._kept = [], []
-            elif letter == ")":
+            elif mark is Flow.RAN_AGAIN:
                 self.newest, self._kept = self._outside.pop()
-            elif letter == "b":
+            elif mark is Flow.BEGIN_BACKWARD:
                 self._arrived, self._ends = self.newest, []
-            elif letter in _OFF_WAY:
-                return self._aside(letter, name)
+            elif mark in _OFF_WAY:
+                return self._aside(mark, name)
         return self.newest
 
-    def _aside(self, letter: str, name: str) -> list[int]:
-        """What an item reads that is not handed on."""
-        if letter in "go":
-            return self._gradients() if letter == "g" else self._gathered.pop(name.rpartition(".")[0], [])
-        sources = {"w": self._arrived, "v": [self._last], "q": [self._last], "p": self._ends[:1], "P": self._ends[-1:]}
-        return {**sources, "i": self._message}.get(letter, [])
+    def _aside(self, mark: Flow, name: str) -> list[int]:
+        """What an item reads that hands nothing on."""
+        if mark is Flow.GRADIENTS_IN:
+            return self._gradients()
+        if mark is Flow.PARAMETERS_OUT:
+            return self._gathered.pop(name.rpartition(".")[0], [])
+        sources = {
+            Flow.GRADIENT: self._arrived,
+            Flow.GRADIENT_CONTINUED: [self._last],
+            Flow.COPY_FIRST: self._ends[:1],
+            Flow.COPY_LAST: self._ends[-1:],
+            Flow.COPY_AGAIN: [self._last],
+            Flow.PARAMETERS_IN: self._message,
+        }
+        return sources.get(mark, [])
 
     def message(self, node: int, name: str) -> list[int]:
         """What a message between replicas carries: parameters that were copied for it, or gradients."""

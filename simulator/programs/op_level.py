@@ -18,7 +18,7 @@ from stepsight.dataset.graph.program import Dependency, Program, ProgramBuilder
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.step import Comm, Item, Join, LostTime, OverlappedOp
 from stepsight.simulator.clock.engine import BLOCK, COMPUTE, NUM_CLOCKS, ON_HOST, RUN, SEND, WAIT
-from stepsight.simulator.programs.data_flow import ENTERS, DataFlow
+from stepsight.simulator.programs.data_flow import ENTERS, DataFlow, Marks
 
 Work = Op | Collective
 STREAMS = ("compute", "tp", "cp", "ep", "offload")  # streams of a pass
@@ -46,8 +46,8 @@ class Issue:
         self.entering += [node] * (ENTERS in reads)
         self._builder.link([each for each in reads if each != ENTERS], node)
 
-    def add(self, item: Item, name: str, flow: str = "") -> None:
-        """Add an item of a passage; ``flow``: its letters, see ``data_flow``."""
+    def add(self, item: Item, name: str, flow: Marks = ()) -> None:
+        """Add an item of a passage; ``flow``: its marks."""
         if isinstance(item, Op):
             self._reads(self._compute(item, name), name, flow)
         elif isinstance(item, LostTime):
@@ -70,12 +70,12 @@ class Issue:
         """A collective of replicas that starts when the computation reaches it, and that the computation waits for."""
         node = self._block(work, stream, name)
         if self._optimizer:
-            self._reads(node, name, "")
+            self._reads(node, name, ())
         else:
             self._link(self.flow.message(node, name), node)
         return node
 
-    def _reads(self, node: int, name: str, flow: str) -> None:
+    def _reads(self, node: int, name: str, flow: Marks) -> None:
         self._link(self.flow.reads(node, name, flow), node)
 
     def _block(self, work: Collective, stream: str, name: str) -> int:
@@ -130,7 +130,7 @@ class Issue:
         return self._builder.add(work, stream, name, after=after, why=why, share=share)
 
 
-def issue(items: Iterable[tuple[Item, str, str]]) -> Program:
+def issue(items: Iterable[tuple[Item, str, Marks]]) -> Program:
     one = Issue()
     for item, name, flow in items:
         one.add(item, name, flow)
@@ -209,7 +209,7 @@ def write_out(
     out: Issue,
     events: NDArray[np.int32],
     names: Sequence[str],
-    between: Callable[[int, int, int], Iterable[tuple[Item, str, str]]],
+    between: Callable[[int, int, int], Iterable[tuple[Item, str, Marks]]],
     sent: Sequence[Collective],
 ) -> Written:
     """Issue the nodes of every event of a segment, with their dependencies.

@@ -18,7 +18,7 @@ from stepsight.dataset.job.execution import KernelSemantics
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
 from stepsight.simulator.blocks.family import embedding_block, head_block, layer_block
 from stepsight.simulator.blocks.layer_parts import arrivals
-from stepsight.simulator.blocks.step import Block, RankShape
+from stepsight.simulator.blocks.step import Block, Flow, RankShape
 from stepsight.simulator.programs import segment
 from stepsight.simulator.programs.block_pass import (
     FORWARD,
@@ -228,22 +228,22 @@ def _replica_work(
             return group.collective("all_gather", sum(parts[expert]) * DTYPE_BYTES[dtype])
         numel = sum(map(sum, parts))
         if gathers == "copy_out":
-            return items_pass((Op("copy", (numel,), dtype),), gathers, "o")
+            return items_pass((Op("copy", (numel,), dtype),), gathers, (Flow.PARAMETERS_OUT,))
         copy = Op("copy", (sum(-(-sum(part) // size) for part, size in zip(parts, sizes, strict=True)),), dtype)
         if not lists:
             casts = (Op("cast", copy.dims, dtype),) if replicas.gathering.casts else ()
-            return items_pass((*casts, copy), gathers, "i")
+            return items_pass((*casts, copy), gathers, (Flow.PARAMETERS_IN,))
         whole = Op("fill", (numel,), dtype)  # torch.zeros, into which the chunks arrive
-        return items_pass((whole, _list_calls(parts, sizes, dtype), copy), gathers, "i")
+        return items_pass((whole, _list_calls(parts, sizes, dtype), copy), gathers, (Flow.PARAMETERS_IN,))
     if what == "grad_lists":  # of every tensor, including those that stay on every rank
         return _list_calls(tensors, sizes, dtype)
     if what == "grad_in":  # copy gradients into the message, in its type
         kind = "copy" if replicas.gradient_bytes == DTYPE_BYTES[dtype] else "cast"
-        return items_pass((Op(kind, (sum(tensors[expert]),), dtype),), "copy_in", "g")
+        return items_pass((Op(kind, (sum(tensors[expert]),), dtype),), "copy_in", (Flow.GRADIENTS_IN,))
     if what == "add":  # add to the sums of earlier micro-batches, tensor by tensor, in the order of declaration
         shards = replicas.expert_shards if expert else replicas.shards
         ops = tuple([Op("add", (-(-tensor // shards),), main_dtype) for tensor in reversed(tensors[expert])])
-        return items_pass(ops, "accumulate", "x")
+        return items_pass(ops, "accumulate", (Flow.ASIDE,))
     work = bucket_works(replicas, sum(tensors[expert]), expert=expert)[second]
     assert work is not None, what
     return work
