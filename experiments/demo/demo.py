@@ -22,8 +22,8 @@ from stepsight.training.fitting.train_runs import evaluate_heldout, train
 from stepsight.training.measured.planning import make_plan
 from stepsight.training.tracking.tracking import reopened
 
-TRAIN_COUNTS = {"rounds": 1, "steps": 4, "warmup": 2, "profile_steps": 2}
-HELDOUT_COUNTS = {"rounds": 2, "steps": 4, "warmup": 2, "profile_steps": 2}
+TRAIN_COUNTS = {"rounds": 1, "steps": 4, "warmup": 2, "profile_steps": 4}
+HELDOUT_COUNTS = {"rounds": 2, "steps": 4, "warmup": 2, "profile_steps": 4}
 EVENT_SECONDS = 45.0
 EXTRA_SECONDS = 90.0  # more rounds of the runs whose times vary most
 SEARCH_TRIALS = 150

@@ -6,7 +6,7 @@ Each form corrects the seconds of ops and collectives alone: none, a table by ki
 neighbours, and ``auto``, which takes as much of each as runs held back say.  Trees on features of a node and of its
 neighbours stand beside them.  DATA holds a folder for each task: ``runs`` (collections) and
 ``cluster`` (``profile`` and ``judge``, as ``small-to-large`` writes them).  Errors are in parts of the error of the
-regressors alone.
+regressors alone.  ``--edges`` compares networks and trees without each kind of edge with those that have every one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
@@ -44,6 +45,8 @@ from stepsight.training.regression.trees import fit_trees
 Array = NDArray[np.float64]
 Fitted = dict[str, tuple[Any, float]]  # by name: a context model, and the CPU seconds that its training took
 LEAST_LOG = 1e-4  # smaller mean errors of the regressors alone count as this one
+_NOTHING = dict.fromkeys(("ops", "iteration", "answer_s"), np.nan)
+EVERY = "every edge"
 TREES = {"trees, own features": (), "trees, neighbours' features": RELATIONS}
 
 
@@ -160,10 +163,7 @@ def fit_tree_context(split: Split, seed: int, relations: tuple[str, ...]) -> tup
         targets.append(np.full(len(alone), np.log(whole.measured_s / seconds)))
         weights.append(fit_context.ITERATION_WEIGHT * counts * alone / seconds / len(wholes))
     target, weight, found = map(np.concatenate, (targets, weights, rows))
-    names = (
-        *features.node_feature_names(),
-        *(f"neighbour{n}" for n in range(found.shape[1] - len(features.node_feature_names()))),
-    )
+    names = tuple(map(str, range(found.shape[1])))
     grown = fit_trees(found, np.clip(target, -BOUND, BOUND), names, seed, weight / weight.mean() + 1e-9)
 
     def context(graph: SegmentGraph, alone: Array) -> Array:
@@ -185,60 +185,71 @@ def fit_all(split: Split, seed: int) -> Fitted:
     return models | {name: fit_tree_context(split, seed, relations) for name, relations in TREES.items()}
 
 
-@dataclass
-class _Errors:
-    """|log| errors of a model by seed and run, ``(seeds, runs)``; NaN where nothing judges."""
+def fit_edges(split: Split, seed: int) -> Fitted:
+    """A network and trees with every kind of edge, without each kind, and with none."""
+    kinds = {
+        EVERY: RELATIONS,
+        **{f"without {r}": tuple([o for o in RELATIONS if o != r]) for r in RELATIONS},
+        "none": (),
+    }
+    models: Fitted = {"none": (None, 0.0)}
+    for name, relations in kinds.items():
+        begin = time.process_time()
+        network = fit_context.fit_context(*fit_context.joined(split.seen), seed=seed, relations=relations)
+        alone = mean_network([network], FORMS["graph"])
+        models[f"network, {name}"] = alone, time.process_time() - begin
+        models[f"trees, {name}"] = fit_tree_context(split, seed, relations)
+    return models
 
-    ops: Array
-    iterations: Array
-    fit_s: list[float] = field(default_factory=list)
-    answer_s: list[float] = field(default_factory=list)
 
-
-def judge(task: Task, seeds: int, folds: int, teach: int = 0) -> Row:
+def judge(task: Task, seeds: int, folds: int, teach: int = 0, *, edges: bool = False) -> Row:
     """Train and judge all models: for each, mean errors of ops and iterations in percent (None where nothing of the
     kind judges), ``score`` (in parts of the errors of the regressors alone, mean over groups; ``seed_error``: its
     standard error over seeds), ``behind`` (score minus that of ``reference``; ``behind_error``: over groups), and CPU
-    time of training and of the first answer for a segment.
+    time of training and of the first answer for a segment.  ``edges``: of networks and trees by their kinds of edges.
     """
-    place = {name: place for place, name in enumerate(task.names)}
-    errors: dict[str, _Errors] = {}
-    for seed in range(seeds):
-        for fold, held in enumerate(_folds(task, folds, seed, teach)):
-            print(f"{task.name}: seed {seed}, fold {fold}", file=sys.stderr, flush=True)
-            split = task.split(held)
-            for model, (context, took) in fit_all(split, seed).items():
-                own = errors.setdefault(model, _Errors(*np.full((2, seeds, len(place)), np.nan)))
-                own.fit_s.append(took)
-                for name, examples in split.judged.items():
-                    begin = time.process_time()
-                    own.ops[seed, place[name]] = np.log1p(fit_context.op_error(examples, context) / 100)
-                    own.answer_s.append((time.process_time() - begin) / max(len(examples), 1))
-                if split.runs and split.predictor is not None:
-                    times = fit_context.iteration_times(split.runs, replace(split.predictor, context=context))
-                    for run, seconds in zip(split.runs, times.tolist(), strict=True):
-                        error = abs(np.log(seconds / run.manifest.iteration_time_s))
-                        own.iterations[seed, place[run.name]] = error
-    scores = {model: _scores(own, errors["none"]) for model, own in errors.items()}
-    in_order = sorted(range(len(task.names)), key=task.names.__getitem__)
-    judged = [place for place in in_order if np.isfinite(scores["none"][:, place]).any()]
-    by_run = {model: np.nanmean(own[:, judged], axis=0) for model, own in scores.items()}
-    rows = [
-        {
-            "model": model,
-            "op_percent": _percent(own.ops),
-            "iteration_percent": _percent(own.iterations),
-            "score": float(np.nanmean(scores[model])),
-            "seed_error": standard_error(np.nanmean(scores[model], axis=1)),
-            "behind": float((by_run[model] - by_run[AUTO]).mean()),
-            "behind_error": standard_error(by_run[model] - by_run[AUTO]),
-            "fit_s": float(np.mean(own.fit_s)),
-            "answer_s": float(np.median(own.answer_s or [0.0])),
+    fit, reference = (fit_edges, EVERY) if edges else (fit_all, AUTO)
+    parts = [(seed, held) for seed in range(seeds) for held in _folds(task, folds, seed, teach)]
+    found = pd.DataFrame([row for seed, held in parts for row in _judged(task, held, seed, fit)])
+    errors = found[["ops", "iteration"]]
+    usual = errors[found["model"] == "none"].mean().clip(lower=LEAST_LOG)
+    found["score"] = (errors / usual).mean(axis=1)  # ops and iterations count alike
+    by_run = found.pivot_table("score", "run", "model")
+    rows = []
+    for model, own in found.groupby("model", sort=False):
+        beside = reference if reference in by_run else f"{str(model).partition(',')[0]}, {reference}"
+        behind = (by_run[model] - by_run[beside]).to_numpy() if beside in by_run else np.full(1, np.nan)
+        figures = {
+            "op_percent": 100 * np.expm1(own["ops"].mean()),
+            "iteration_percent": 100 * np.expm1(own["iteration"].mean()),
+            "score": own["score"].mean(),
+            "seed_error": standard_error(own.groupby("seed")["score"].mean().to_numpy()),
+            "behind": behind.mean(),
+            "behind_error": standard_error(behind),
+            "fit_s": own["fit_s"].mean(),
+            "answer_s": own["answer_s"].median(),
         }
-        for model, own in errors.items()
-    ]
-    told = {"task": task.name, "about": task.about, "runs": len(task.names), "groups": len(judged)}
-    return {**told, "reference": AUTO, "rows": rows}
+        rows.append({"model": model, **{name: float(v) if np.isfinite(v) else None for name, v in figures.items()}})
+    told = {"task": task.name, "about": task.about, "runs": len(task.names), "groups": len(by_run)}
+    return {**told, "reference": reference, "rows": rows}
+
+
+def _judged(task: Task, held: frozenset[str], seed: int, fit: Callable[[Split, int], Fitted]) -> list[Row]:
+    """Absolute log errors of each model on each run that is held out; NaN where nothing judges."""
+    print(f"{task.name}: seed {seed}, {len(held)} runs judge", file=sys.stderr, flush=True)
+    split, rows = task.split(held), []
+    for model, (context, took) in fit(split, seed).items():
+        own = {name: Row(model=model, run=name, seed=seed, fit_s=took, **_NOTHING) for name in sorted(held)}
+        for name, examples in split.judged.items():
+            begin = time.process_time()
+            own[name]["ops"] = np.log1p(fit_context.op_error(examples, context) / 100)
+            own[name]["answer_s"] = (time.process_time() - begin) / max(len(examples), 1)
+        if split.runs and split.predictor is not None:
+            times = fit_context.iteration_times(split.runs, replace(split.predictor, context=context))
+            for run, seconds in zip(split.runs, times.tolist(), strict=True):
+                own[run.name]["iteration"] = abs(np.log(seconds / run.manifest.iteration_time_s))
+        rows += own.values()
+    return rows
 
 
 def _folds(task: Task, count: int, seed: int, teach: int) -> list[frozenset[str]]:
@@ -252,18 +263,6 @@ def _folds(task: Task, count: int, seed: int, teach: int) -> list[frozenset[str]
     if teach:
         return [frozenset(order[teach:])]
     return [frozenset(order[part::count]) for part in range(min(count, len(order)))]
-
-
-def _scores(own: _Errors, alone: _Errors) -> Array:
-    """Errors in parts of those of the regressors alone, ``(seeds, runs)``; ops and iterations count alike."""
-    pairs = ((own.ops, alone.ops), (own.iterations, alone.iterations))
-    parts = [of / max(float(np.nanmean(usual)), LEAST_LOG) for of, usual in pairs if np.isfinite(usual).any()]
-    known = np.isfinite(parts)
-    return np.asarray(np.where(known, parts, 0.0).sum(axis=0) / np.where(known.any(axis=0), known.sum(axis=0), np.nan))
-
-
-def _percent(errors: Array) -> float | None:
-    return 100 * float(np.expm1(np.nanmean(errors))) if np.isfinite(errors).any() else None
 
 
 def outcome_text(outcome: Mapping[str, Any]) -> str:
@@ -281,7 +280,7 @@ def run(options: argparse.Namespace) -> tuple[Any, str]:
     if not names:
         raise TraceError(f"--data must be a folder with a folder for a task ({', '.join(TASKS)}), got {options.data}")
     tasks = [TASKS[name](options.data / name) for name in names]
-    outcomes = [judge(task, options.seeds, options.folds, options.teach) for task in tasks]
+    outcomes = [judge(task, options.seeds, options.folds, options.teach, edges=options.edges) for task in tasks]
     return outcomes, "\n\n".join(map(outcome_text, outcomes))
 
 
@@ -291,5 +290,6 @@ OPTIONS: Options = {
     "--seeds": {"type": int, "default": 3, "help": "splits and trainings"},
     "--teach": {"type": int, "default": 0, "help": "groups that teach, drawn at random; 0: all but a part"},
     "--folds": {"type": int, "default": 5, "help": "parts of the groups that are held out in turn"},
+    "--edges": {"action": "store_true", "help": "compare kinds of edges instead of forms"},
 }
 STUDY = Study("context", __doc__ or "", run, OPTIONS)

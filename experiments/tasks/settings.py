@@ -40,7 +40,7 @@ class CollectSettings(Rounds):
     Attributes:
         role: Purpose of the runs. Only runs with the role `train` can train a predictor.
         warmup: Warm-up steps of each round. Default: 2; in a box 1.
-        profile_steps: Profiled steps in the last round. Default: 2; in a box 0.
+        profile_steps: Profiled steps in the last round; times come from all but the last. Default: 4; in a box 0.
         event_seconds: Seconds for measuring all distinct ops and collectives. 0: skip this.
         extra_seconds: Seconds for more rounds of the jobs whose times vary most; for busy machines.
     """
@@ -53,7 +53,7 @@ class CollectSettings(Rounds):
 
     def counts(self, in_box: bool = False) -> dict[str, int]:
         """The numbers of steps and rounds for a plan."""
-        usual = {"rounds": 0, "steps": 0, "warmup": 1 if in_box else 2, "profile_steps": 0 if in_box else 2}
+        usual = {"rounds": 0, "steps": 0, "warmup": 1 if in_box else 2, "profile_steps": 0 if in_box else 4}
         return {name: each if (own := getattr(self, name)) is None else own for name, each in usual.items()}
 
 

@@ -4,7 +4,7 @@ A plan is a JSON object::
 
     {"schema": 1,
      "runs": [{"name", "role", "job": {model, parallel, batch, cluster}, "rounds": 3, "steps": 4, "warmup": 2,
-               "profile_steps": 2, "stand_in": {"rank", "collectives"},        # optional: see plan_checks
+               "profile_steps": 4, "stand_in": {"rank", "collectives"},        # optional: see plan_checks
                "table": CSV}],                     # of a schedule that torch has no class for
      "events": [{"name", "world_size", "ops": [{kind, dims, dtype}], "collectives": [{kind, num_bytes, group_size,
                  ranks_per_node}], "seconds": 20}],
@@ -34,7 +34,7 @@ from ..base.parallel_rules import Rules
 
 SCHEMA = 1
 MOST_CPU = 0.25  # of all cores' time that the ranks of a run in a box may compute; beyond, its times mean nothing
-OPTIONS = {"rounds": 3, "steps": 4, "warmup": 2, "profile_steps": 2}
+OPTIONS = {"rounds": 3, "steps": 4, "warmup": 2, "profile_steps": 4}
 
 
 def check_plan(plan: Any) -> dict[str, Any]:

@@ -51,6 +51,19 @@ def test_what_a_table_can_learn_is_learned_on_runs_that_are_held_out(task: Task,
     assert rows["auto"]["behind"] == 0.0 and "made" in context.outcome_text(outcome)
 
 
+def test_kinds_of_edges_are_left_out_one_by_one(task: Task) -> None:
+    """Networks are compared with the network that hears every kind of edge, and trees with such trees."""
+    outcome = context.judge(task, seeds=1, folds=2, teach=3, edges=True)
+    rows = {row["model"]: row for row in outcome["rows"]}
+    kinds = [context.EVERY, *(f"without {relation}" for relation in RELATIONS), "none"]
+    assert set(rows) == {"none", *(f"{family}, {kind}" for family in ("network", "trees") for kind in kinds)}
+    assert rows["none"]["behind"] is None and rows["network, every edge"]["behind"] == 0.0
+    assert rows["trees, none"]["behind"] == pytest.approx(
+        rows["trees, none"]["score"] - rows["trees, every edge"]["score"]
+    )
+    assert "behind every edge" in context.outcome_text(outcome)
+
+
 def test_features_of_neighbours_come_from_both_sides() -> None:
     """Columns by relation and direction follow a node's own ones; without them, rows are the network's features."""
     example = _example("a", (0, 1, 0))
