@@ -35,7 +35,7 @@ from stepsight.gnn.contexts import FORMS, OwnContext
 from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.context import fit_context
 from stepsight.training.context.fit_context import Example, Measured, Taught
-from stepsight.training.context.learn_context import AUTO, hold_back, standard_error
+from stepsight.training.context.learn_context import AUTO, hold_back
 from stepsight.training.fitting.train_runs import measured_hardware
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.measured import measured
@@ -218,14 +218,14 @@ def judge(task: Task, seeds: int, folds: int, teach: int = 0, *, edges: bool = F
     rows = []
     for model, own in found.groupby("model", sort=False):
         beside = reference if reference in by_run else f"{str(model).partition(',')[0]}, {reference}"
-        behind = (by_run[model] - by_run[beside]).to_numpy() if beside in by_run else np.full(1, np.nan)
+        behind = by_run[model] - by_run.get(beside, np.nan)
         figures = {
             "op_percent": 100 * np.expm1(own["ops"].mean()),
             "iteration_percent": 100 * np.expm1(own["iteration"].mean()),
             "score": own["score"].mean(),
-            "seed_error": standard_error(own.groupby("seed")["score"].mean().to_numpy()),
+            "seed_error": own.groupby("seed")["score"].mean().sem(),
             "behind": behind.mean(),
-            "behind_error": standard_error(behind),
+            "behind_error": behind.sem(),
             "fit_s": own["fit_s"].mean(),
             "answer_s": own["answer_s"].median(),
         }

@@ -300,10 +300,8 @@ def latent_attention(shape: RankShape, *, causal: bool = True) -> Block:
         both = [replace(step, flow=(Flow.JOIN,)) for step in enter(shape, rank + kv_width)]
         down_again, *norms = (replace(step, flow=(Flow.SWAP,)) for step in (kv_down, q_norm, kv_norm))
         latents: Block = (fork(shape), down("q_down", rank), down_again, *norms, *both)
-        up: Block = (
-            replace(column_linear(shape, "q_up", queries, rank), flow=(Flow.KEEP if both else Flow.SWAP,)),
-            kv_up,
-        )
+        own_flow = Flow.KEEP if both else Flow.SWAP
+        up: Block = (replace(column_linear(shape, "q_up", queries, rank), flow=(own_flow,)), kv_up)
     else:  # whole queries, from the activation of all rows
         whole_rows = [replace(step, flow=(Flow.SWAP,)) for step in enter(shape)]
         latents = (fork(shape), kv_down, kv_norm, *enter(shape, kv_width), *whole_rows)

@@ -30,9 +30,8 @@ def dlrm_embedding(shape: RankShape, shared: bool = False) -> Block:
     indices: Block = ()
     if tables.num_ranks > 1 and tables.lookups:
         indices = (Step("indices", _all_to_all(tables, tables.index_bytes, INDICES, beside=tables.pipelined)),)
-    beside = [replace(step, backward=(), weight_grad=(), parameters=(),
-                      flow=(Flow.DROP_IN_FORWARD,) * (Flow.DROP in step.flow))
-              for step in _bottom(shape, tables)]  # fmt: skip
+    flows = ((step, (Flow.DROP_IN_FORWARD,) * (Flow.DROP in step.flow)) for step in _bottom(shape, tables))
+    beside = [replace(step, backward=(), weight_grad=(), parameters=(), flow=flow) for step, flow in flows]
     return (
         *indices,
         _lookups(shape, tables),

@@ -221,10 +221,8 @@ def experts(shape: RankShape) -> Block:
     else:
         block = (*first, *out)
     if shared:
-        block = (
-            *block,
-            Step("shared_add", (shape.op("add", shape.local_rows * model.hidden),), flow=(Flow.JOIN_AT_LAST,)),
-        )
+        total = shape.op("add", shape.local_rows * model.hidden)
+        block = (*block, Step("shared_add", (total,), flow=(Flow.JOIN_AT_LAST,)))
     return block
 
 

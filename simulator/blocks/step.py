@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from enum import StrEnum, unique
+from enum import StrEnum
 from itertools import groupby
 
 from stepsight.dataset.base.caching import hashed_once
@@ -76,14 +76,12 @@ class Saved:
     made_by: str = ""  # the module that makes it, one of RECOMPUTE_MODULES: kept only if that is not recomputed
 
 
-@unique
 class Flow(StrEnum):
     """Which tensors an item reads and hands on, if not what the item before it made.
 
     ``programs.data_flow`` follows these marks in order, with what is handed on and a stack of what was kept.
     """
 
-    # of a step
     KEEP = "keep"  # what comes in goes onto the stack, and is handed on too
     SWAP = "swap"  # what comes in goes onto the stack, and what was its top is handed on instead
     DROP = "drop"  # nothing is handed on
@@ -92,12 +90,11 @@ class Flow(StrEnum):
     JOIN_AT_LAST = "join_at_last"  # the last item does (a sum)
     ASIDE = "aside"  # items read nothing, and hand nothing on
     RUN_AGAIN = "run_again"  # the backward of the step is a forward that runs again, with a stack of its own
-    # of items, added by passes
+    # added by passes to items, the last ones to items that hand nothing on
     RAN_AGAIN = "ran_again"  # what ran again is over
     BEGIN_BACKWARD = "begin_backward"  # of a step: gradients of its parameters read what is handed on here
     PARAMETERS = "parameters"  # it reads parameters
     GRADIENTS_TOO = "gradients_too"  # it makes gradients of parameters beside that of the input
-    # the same, of items that hand nothing on
     GRADIENT = "gradient"  # it makes a gradient of a parameter from what arrived at its step
     GRADIENT_CONTINUED = "gradient_continued"  # it reads the item before it, and its result replaces that gradient
     COPY_FIRST = "copy_first"  # it copies the first gradient of its step

@@ -26,10 +26,10 @@ _MADE = frozenset({Flow.GRADIENT, Flow.GRADIENT_CONTINUED, Flow.GRADIENTS_TOO})
 _INTO_MESSAGE = frozenset({Flow.PARAMETERS_IN, Flow.GRADIENTS_IN, Flow.IN_BUCKET})
 _OFF_WAY = _COPIES | _MADE - {Flow.GRADIENTS_TOO} | _INTO_MESSAGE | {Flow.ASIDE, Flow.PARAMETERS_OUT}
 
-Marks = tuple[Flow, ...]
+Marks, Items = tuple[Flow, ...], Sequence[Item]
 
 
-def _sums(items: Sequence[Item]) -> bool:
+def _sums(items: Items) -> bool:
     """Whether the last of some items adds gradients."""
     return bool(items) and isinstance(items[-1], Op) and items[-1].kind == "add"
 
@@ -46,7 +46,7 @@ def forward_flow(step: Step, before: Marks) -> tuple[list[Marks], Marks]:
     return found, ()
 
 
-def _of_parameters(step: Step, items: Sequence[Item]) -> list[Marks]:
+def _of_parameters(step: Step, items: Items) -> list[Marks]:
     """Marks of items, of which products, or else the last one of a forward and the first of a backward, read the
     parameters of a step."""
     if not step.parameters and not step.frozen:
@@ -57,17 +57,14 @@ def _of_parameters(step: Step, items: Sequence[Item]) -> list[Marks]:
     return [(Flow.PARAMETERS,) * product for product in products]
 
 
-def backward_flow(
-    step: Step, way: Sequence[Item], gradients: Sequence[Item], before: Marks
-) -> tuple[list[Marks], Marks]:
+def backward_flow(step: Step, way: Items, gradients: Items, before: Marks) -> tuple[list[Marks], Marks]:
     """The same of its backward: of the items on the way and of those that make gradients of parameters, in order."""
     if step.flow == (Flow.RUN_AGAIN,):
         return [(*before, Flow.RUN_AGAIN), *[()] * (len(way) - 1)], (Flow.RAN_AGAIN,)
     found, after = _of_parameters(step, way), [_IN_BACKWARD[m] for m in reversed(step.flow) if m in _IN_BACKWARD]
     apart = [isinstance(item, Op) and (item.record.weight_gradient or item.kind == "bias_grad") for item in gradients]
-    others: list[Marks] = [
-        (Flow.GRADIENT if own or not at else Flow.GRADIENT_CONTINUED,) for at, own in enumerate(apart)
-    ]
+    kinds = Flow.GRADIENT_CONTINUED, Flow.GRADIENT
+    others: list[Marks] = [(kinds[own or not at],) for at, own in enumerate(apart)]
     if found and step.parameters and not others:
         found[-2 if _sums(way) and len(way) > 1 else -1] += (Flow.GRADIENTS_TOO,)
     if _sums(way):
@@ -178,15 +175,10 @@ class DataFlow:
             return self._gradients()
         if mark is Flow.PARAMETERS_OUT:
             return self._gathered.pop(name.rpartition(".")[0], [])
-        sources = {
-            Flow.GRADIENT: self._arrived,
-            Flow.GRADIENT_CONTINUED: [self._last],
-            Flow.COPY_FIRST: self._ends[:1],
-            Flow.COPY_LAST: self._ends[-1:],
-            Flow.COPY_AGAIN: [self._last],
-            Flow.PARAMETERS_IN: self._message,
-        }
-        return sources.get(mark, [])
+        if mark in (Flow.GRADIENT_CONTINUED, Flow.COPY_AGAIN):
+            return [self._last]
+        copied = {Flow.COPY_FIRST: self._ends[:1], Flow.COPY_LAST: self._ends[-1:], Flow.PARAMETERS_IN: self._message}
+        return {**copied, Flow.GRADIENT: self._arrived}.get(mark, [])
 
     def message(self, node: int, name: str) -> list[int]:
         """What a message between replicas carries: parameters that were copied for it, or gradients."""

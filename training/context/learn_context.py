@@ -166,13 +166,9 @@ class HeldBack:
         ops = np.array([run.op_error(own) for run, own in pairs])
         seconds = np.array([np.nan if run.whole is None else run.iteration(own)[0] for run, own in pairs])
         usual = self.errors.get("none", Errors(ops, seconds, ops))
-        parts = []
         off, usually = (np.abs(np.log(each / self.measured)) for each in (seconds, usual.seconds))
-        for errors, least in ((ops, usual.ops), (off, usually)):
-            known = least[np.isfinite(least)]
-            parts.append(errors / max(float(known.mean()), _LEAST) if len(known) else errors)
-        known = np.isfinite(parts)
-        return Errors(ops, seconds, np.where(known, parts, 0.0).sum(axis=0) / np.maximum(known.sum(axis=0), 1))
+        least = np.ma.masked_invalid([usual.ops, usually]).mean(axis=1, keepdims=True).clip(_LEAST)
+        return Errors(ops, seconds, (np.ma.masked_invalid([ops, off]) / least).mean(axis=0).filled(0.0))
 
     def metrics(self) -> dict[str, float]:
         """Errors of every form in percent, where something was measured."""
@@ -184,11 +180,6 @@ class HeldBack:
             if np.isfinite(errors.seconds).sum() >= MIN_RUNS:
                 found[f"mape_{form}_percent"] = 100 * float(np.nanmean(np.abs(errors.seconds / self.measured - 1)))
         return found
-
-
-def standard_error(values: Array) -> float:
-    """Of the mean; 0 for fewer than two values."""
-    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
 
 
 def hold_back(

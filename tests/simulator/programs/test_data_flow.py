@@ -12,6 +12,7 @@ from stepsight.dataset.graph.program import PHASES, WHY_NUMBER, Dependency, Prog
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.runs import run_folder
 from stepsight.dataset.trace_graphs.call_segments import UnmeasuredRun
+from stepsight.simulator.blocks.step import Flow
 from stepsight.simulator.programs.data_flow import ENTERS, DataFlow
 from stepsight.simulator.programs.lower import lower
 from stepsight.simulator.replay.job_programs import unmeasured_job
@@ -103,22 +104,22 @@ def test_branches_of_a_block_read_what_forked() -> None:
     assert {"q_up", "kv_up"} <= read["rope"]
 
 
-def test_letters_keep_swap_and_join() -> None:
+def test_marks_keep_swap_and_join() -> None:
     flow = DataFlow()
-    assert flow.reads(0, "a", "k") == [ENTERS]
-    assert flow.reads(1, "b", "") == [0]
-    assert flow.reads(2, "c", "s") == [ENTERS]  # the branch that was kept
-    assert flow.reads(3, "d", "j") == [2, 1]
-    assert flow.reads(4, "e", "x") == [] and flow.newest == [3]
-    assert flow.reads(5, "f", "(") == [] and flow.reads(6, "g", ")") == [3]
+    assert flow.reads(0, "a", (Flow.KEEP,)) == [ENTERS]
+    assert flow.reads(1, "b", ()) == [0]
+    assert flow.reads(2, "c", (Flow.SWAP,)) == [ENTERS]  # the branch that was kept
+    assert flow.reads(3, "d", (Flow.JOIN,)) == [2, 1]
+    assert flow.reads(4, "e", (Flow.ASIDE,)) == [] and flow.newest == [3]
+    assert flow.reads(5, "f", (Flow.RUN_AGAIN,)) == [] and flow.reads(6, "g", (Flow.RAN_AGAIN,)) == [3]
 
 
 def test_reads_do_not_double_with_every_layer() -> None:
     """A pass of weight gradients alone hands nothing on: all its branches hold what enters the segment."""
-    flow = DataFlow()
+    flow, marks = DataFlow(), (Flow.JOIN, Flow.KEEP, Flow.BEGIN_BACKWARD, Flow.GRADIENT)
     for node in range(64):
-        assert flow.reads(node, "layer.out", "jkbw") == [ENTERS]
-        flow.follow("k")
+        assert flow.reads(node, "layer.out", marks) == [ENTERS]
+        flow.follow((Flow.KEEP,))
     deep = next(value for name, value in ALL.items() if "zb" in str(value.get("schedule", "")))
     for segment in lower(job({**deep, "layers": 48}), HARDWARE["h100-sxm-80gb"]).segments:
         assert len(data_edges(segment.program)) == sum(why is Dependency.DATA for *_, why in segment.program.edges)
