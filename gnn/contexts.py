@@ -149,29 +149,23 @@ def _of_weights(config: dict[str, Any], path: Path) -> ContextNetwork:
     from safetensors.numpy import load
 
     layers, relations, strengths = config["num_layers"], config["relations"], tuple(config["strengths"])
+    what, features = "a context network", tuple(str(feature) for feature in config["features"])
     known = isinstance(relations, list) and set(map(str, relations)) <= set(RELATIONS)
     if not known or len(set(relations)) < len(relations):
-        raise PredictorError(
-            f"a context network must hear some of {', '.join(RELATIONS)}, in this order, got {relations!r:.200}: "
-            "train it again"
-        )
-    check_version(config["features_version"], "a context network")
-    features = tuple(str(feature) for feature in config["features"])
-    if len(set(features)) != len(features):
-        raise PredictorError(
-            f"a context network must name every feature once, got {len(features) - len(set(features))} twice"
-        )
-    check_node_features(features, "a context network")
+        rule = f"{what} must hear some of {', '.join(RELATIONS)}, in this order"
+        raise PredictorError(f"{rule}, got {relations!r:.200}: train it again")
+    check_version(config["features_version"], what)
+    if twice := len(features) - len(set(features)):
+        raise PredictorError(f"{what} must name every feature once, got {twice} twice")
+    check_node_features(features, what)
     try:
         tensors = {name: np.asarray(t, np.float64) for name, t in load(read_file(path.with_name(WEIGHTS))).items()}
     except (OSError, SafetensorError) as error:
         raise PredictorError(f"{WEIGHTS} must be what Predictor.save wrote, got {error}") from None
     parts = len(strengths) == len(LEVELS) and all(type(s) in (int, float) and 0 <= s <= 1 for s in strengths)
     if not parts or type(layers) is not int or layers < 0:
-        raise ValueError(
-            f"strengths must be {len(LEVELS)} from 0 to 1 and num_layers a whole number, "
-            f"got {strengths!r:.80} and {layers!r:.40}"
-        )
+        rule = f"strengths must be {len(LEVELS)} from 0 to 1 and num_layers a whole number"
+        raise ValueError(f"{rule}, got {strengths!r:.80} and {layers!r:.40}")
     network = ContextNetwork(float(config["bound"]), strengths, layers, tensors, features, tuple(relations))
     one = Topology(1, {r: np.zeros((2, 0), np.int64) for r in RELATIONS}, np.zeros(1, np.int64), 1)
     network.levels(np.zeros((1, len(features))), one, network.weights != 0.0)
@@ -273,18 +267,15 @@ class OwnContext:
         except Exception as error:  # the user's code
             raise PredictorError(f"{self.name} failed: {type(error).__name__}: {error}") from error
         if seconds.shape != alone.shape or not (np.isfinite(seconds) & (seconds >= 0)).all():
-            raise PredictorError(
-                f"{self.name} must give {len(alone)} numbers of seconds that are not negative, got {seconds!r:.80}"
-            )
+            rule = f"{self.name} must give {len(alone)} numbers of seconds that are not negative"
+            raise PredictorError(f"{rule}, got {seconds!r:.80}")
         return seconds
 
     def save(self, folder: Path) -> None:
         """Write its name into a predictor's folder; one without a name is a ``PredictorError``."""
         if not self.registered:
-            raise PredictorError(
-                f"{self.name} must have a name in stepsight.registries.CONTEXTS to be saved: register it, "
-                "then with_context(NAME)"
-            )
+            rule = f"{self.name} must have a name in stepsight.registries.CONTEXTS to be saved"
+            raise PredictorError(f"{rule}: register it, then with_context(NAME)")
         write_json(folder / OWN, {"name": self.registered})
 
 

@@ -145,13 +145,13 @@ def _read_facts(path: str, version: tuple[int, int]) -> tuple[Mapping[str, Hardw
     return found
 
 
-def usual_fabric(hardware: str) -> str:
-    """The usual fabric of a hardware: the one in its file, or that of its vendor's own systems."""
+def usual_fabric(hardware: str, default: str | None = None) -> str:
+    """The usual fabric of a hardware: the one in its file, that of its vendor's own systems, or ``default``."""
     if hardware.endswith(SUFFIXES) and _hardware_file(hardware)[1]:
         return hardware
     words = set(hardware_name(hardware).split("-"))
     usual: dict[str, str] = preset("hardware.toml")["usual_fabric"]
-    found = next((fabric for needed, fabric in usual.items() if words.issuperset(needed.split())), None)
+    found = next((fabric for needed, fabric in usual.items() if words.issuperset(needed.split())), default)
     if found is None and find_hardware(hardware) is None:
         rule = "for hardware that only a predictor knows, state cluster.fabric too"
         raise JobError(f"cluster.{unknown_hardware(hardware)}; {rule}")

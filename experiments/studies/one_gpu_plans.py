@@ -7,7 +7,6 @@ kernels may be compiled.  Each has an event file ``heldout`` that judges.  A hel
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -17,8 +16,6 @@ from typing import Any, NamedTuple
 
 from stepsight.dataset.base.errors import CollectError, JobError
 from stepsight.dataset.hardware.hardware import Hardware, find_hardware, roofline_seconds, usual_fabric
-from stepsight.dataset.harness.base.errors import HarnessError
-from stepsight.dataset.harness.plan.plan_checks import SCHEMA, check_plan
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.demo.demo import sized_job
@@ -27,7 +24,7 @@ from stepsight.simulator.durations.latency_model import preset_latency
 from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.programs.lower import signatures
 from stepsight.training.measured.measured import HELDOUT
-from stepsight.training.measured.planning import event_row, make_plan, stand_in_of
+from stepsight.training.measured.planning import checked_plan, event_row, make_plan, stand_in_of
 
 STAND_IN = "stand-in"  # role of a run of one rank of a large job
 CPU = "local-cpu"
@@ -173,19 +170,16 @@ def _plan(
 ) -> dict[str, Any]:
     """The plan of a collection; ``ops``: those that teach and those that judge."""
     plan = make_plan([(case.role, case.job, _counts(device, case)) for case in chosen])
-    plan["events"] = [
+    events = [
         event_row(1, sorted(half, key=str), [], seconds * len(half) / sum(map(len, ops)), name)
         for name, half in zip(("train", HELDOUT), ops, strict=True)
         if half
     ]
-    plan |= {"device": device, "schema": SCHEMA, **({"compile": True} if variant == "compiled" else {})}
-    try:
-        return check_plan(json.loads(json.dumps(plan)))
-    except HarnessError as error:
-        raise CollectError(f"plan {variant}: {error}") from None
+    return checked_plan(plan["runs"], events, device=device, **({"compile": True} if variant == "compiled" else {}))
 
 
 HELDOUT_PART = 0.15  # share of all ops, and of the (n, k), widths and lengths of each family
+_ROW_WISE = ("norm", "embedding", "loss", "reduce")
 VARIANT_FAMILIES = ("norm", "elementwise", "loss")  # if compiled kernels may replace eager ones
 OpSpace = SimpleNamespace  # what random jobs are made of, the share of each family of ops, and limits of an op
 
@@ -241,13 +235,8 @@ def draw(space: OpSpace, count: int, hardware: Hardware, seed: int, families: Co
 
 def likeness(op: Op) -> tuple[Hashable, ...]:
     """The properties of a held-out op that no training op has: see the module."""
-    if op.family == "gemm":
-        return (op.family, *op.dims[1:])
-    if op.family == "attention":
-        return (op.family, op.dims[5], op.dims[3])
-    if op.family in ("norm", "embedding", "loss", "reduce"):
-        return (op.family, op.dims[1])
-    return (op.family, *op.dims)
+    dims = {"gemm": op.dims[1:], "attention": op.dims[3::2]}  # of attention the sequence and the size of a head
+    return (op.family, *(op.dims[1:2] if op.family in _ROW_WISE else dims.get(op.family, op.dims)))
 
 
 def split(drawn: Sequence[Op], needed: Iterable[Op], unseen: Iterable[Op], seed: int) -> tuple[list[Op], list[Op]]:

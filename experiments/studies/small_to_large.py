@@ -174,17 +174,6 @@ def measure_cases(cases: Sequence[BoxCase], out: Path) -> list[str]:
     return rejected
 
 
-def training_folders(out: Path) -> list[Path]:
-    """Collections for training: all of ``profile``."""
-    folders = sorted(folder for folder in (out / PROFILE).iterdir() if (folder / "plan.json").exists())
-    for folder in folders:
-        ranks = Box.from_dict(read_json(folder / "plan.json")["box"]).num_ranks
-        if ranks > MOST_TRAINING_RANKS:
-            rule = f"only boxes of at most {MOST_TRAINING_RANKS} ranks may train"
-            raise CollectError(f"{rule}, got {ranks} ranks in {folder}")
-    return folders
-
-
 # Passes of micro-batches: rows of rank, kind (an index of ``KIND_NAMES``), part, micro-batch, start and end in seconds
 # from the begin of the iteration, in the order of the first four; and begin and end of each rank's optimizer, sums of
 # gradients included, ``(ranks, 2)``.
@@ -308,7 +297,7 @@ def run_boxes(out: Path, only: str = "*") -> Row:
         raise CollectError(f"--only must match a run such as box/gpt2/2M2P4D, got {only!r}")
     training = [case for case in box_cases() if not case.judges]
     rejected = measure_cases([*training, *(case for case in wanted if case.judges)], out)
-    folders = training_folders(out)  # the predictor is trained again when they change
+    folders = sorted(plan.parent for plan in (out / PROFILE).glob("*/plan.json"))  # it trains again when they change
     key = digest(*(str(sorted(path.name for path in folder.glob("*/*"))) + folder.name for folder in folders))[:8]
     if (out / f"predictor-{key}" / "manifest.json").exists():
         predictor = Predictor.load(out / f"predictor-{key}")

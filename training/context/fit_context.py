@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.graph.program import OPAQUE, Program
 from stepsight.dataset.hardware.hardware import find_fabric, usual_fabric
 from stepsight.dataset.job.job import Job
@@ -281,10 +280,7 @@ def make_examples(runs: Sequence[Taught], predictor: Predictor) -> list[Example]
         elif run.job is not None and run.job.hardware_name == predictor.hardware.name:
             latency = predictor.latency(run.job)
         else:  # it ran on one device with the hardware's usual links
-            try:
-                links = usual_fabric(predictor.hardware.name)
-            except JobError:
-                links = _UNKNOWN_LINKS
+            links = usual_fabric(predictor.hardware.name, _UNKNOWN_LINKS)
             latency = predictor.latency_on(find_fabric(links), 1, 1)
         timer = timer_of(latency)
         for mean, repeats in average(run.segments):

@@ -133,10 +133,11 @@ def make_plan(
         event_row(world, sorted(ops, key=str), sorted(found, key=str), event_seconds * (len(ops) + len(found)) / total)
         for world, (ops, found) in sorted(works.items())
     ]
-    return _checked(planned, events, extra_seconds=extra_seconds)
+    return checked_plan(planned, events, extra_seconds=extra_seconds)
 
 
-def _checked(runs: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
+def checked_plan(runs: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """A plan of the harness from its parts; raises ``CollectError`` if it is none."""
     try:
         return check_plan(json.loads(json.dumps({"schema": SCHEMA, "runs": runs, "events": events, **more})))
     except HarnessError as error:
@@ -269,7 +270,7 @@ def box_plan(
         planned.append({**own, **counts})
     wanted = event_seconds > 0 and (collectives or ops)
     events = [event_row(box.num_ranks, ops, collectives, event_seconds)] if wanted else []
-    return _checked(planned, events, device="cpu", box=box.to_dict())
+    return checked_plan(planned, events, device="cpu", box=box.to_dict())
 
 
 class StandInLatency:

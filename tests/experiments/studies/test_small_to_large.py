@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import ParallelSpec
 from stepsight.dataset.runs.run_manifest import read_box
@@ -26,7 +25,6 @@ from stepsight.experiments.studies.small_to_large import (
     parallel_specs,
     sleeping,
     strategy_name,
-    training_folders,
 )
 from stepsight.simulator.schedules import KIND_NAMES
 from stepsight.training.measured.planning import sleeps_of
@@ -136,12 +134,3 @@ def test_what_judges_lives_apart(tmp_path: Path) -> None:
         assert "/" not in found.file_name
     assert max(box.num_ranks for box in PROFILED) == 4
     assert all(work.group_size <= 4 for box in PROFILED for work in collectives_of(box))
-
-
-def test_a_larger_box_among_those_that_train_is_refused(tmp_path: Path) -> None:
-    for name, text in (("small", "4x1@200mbit"), ("large", "8x1@200mbit")):
-        folder = tmp_path / "profile" / name
-        folder.mkdir(parents=True)
-        (folder / "plan.json").write_text(json.dumps({"box": read_box(text).to_dict()}))
-    with pytest.raises(CollectError, match="at most 4 ranks may train, got 8"):
-        training_folders(tmp_path)
