@@ -196,8 +196,7 @@ def fit_edges(split: Split, seed: int) -> Fitted:
     for name, relations in kinds.items():
         begin = time.process_time()
         network = fit_context.fit_context(*fit_context.joined(split.seen), seed=seed, relations=relations)
-        alone = mean_network([network], FORMS["graph"])
-        models[f"network, {name}"] = alone, time.process_time() - begin
+        models[f"network, {name}"] = mean_network([network], FORMS["graph"]), time.process_time() - begin
         models[f"trees, {name}"] = fit_tree_context(split, seed, relations)
     return models
 
@@ -237,7 +236,7 @@ def judge(task: Task, seeds: int, folds: int, teach: int = 0, *, edges: bool = F
 def _judged(task: Task, held: frozenset[str], seed: int, fit: Callable[[Split, int], Fitted]) -> list[Row]:
     """Absolute log errors of each model on each run that is held out; NaN where nothing judges."""
     print(f"{task.name}: seed {seed}, {len(held)} runs judge", file=sys.stderr, flush=True)
-    split, rows = task.split(held), []
+    split, rows = task.split(held), list[Row]()
     for model, (context, took) in fit(split, seed).items():
         own = {name: Row(model=model, run=name, seed=seed, fit_s=took, **_NOTHING) for name in sorted(held)}
         for name, examples in split.judged.items():

@@ -26,7 +26,8 @@ _MADE = frozenset({Flow.GRADIENT, Flow.GRADIENT_CONTINUED, Flow.GRADIENTS_TOO})
 _INTO_MESSAGE = frozenset({Flow.PARAMETERS_IN, Flow.GRADIENTS_IN, Flow.IN_BUCKET})
 _OFF_WAY = _COPIES | _MADE - {Flow.GRADIENTS_TOO} | _INTO_MESSAGE | {Flow.ASIDE, Flow.PARAMETERS_OUT}
 
-Marks, Items = tuple[Flow, ...], Sequence[Item]
+Marks = tuple[Flow, ...]
+Items = Sequence[Item]
 
 
 def _sums(items: Items) -> bool:
