@@ -88,10 +88,10 @@ class ShardingSpec:
 
 
 class Lookup(NamedTuple):
-    """Lookups of one rank in tables of one type, width and location, which are one call."""
+    """Lookups of one rank in tables of one type and location, which are one call."""
 
     dtype: str  # of the rows
-    dim: int
+    dim: int  # of tables of several widths the mean, by what a lookup moves
     location: str  # as in TablePlacement
     indices: int  # rows that are summed
     bags: int  # sums
@@ -197,9 +197,10 @@ def shard_lookup(table: TableSpec, kind: str, shards: int, location: str, ranks:
 
 # Quantities of a rank: indices it is sent; elements of sums that it sends to all, and within its node; bytes of memory
 # that lookups move, with those over the link as so many more; bytes of parameters and of states on the device, and of
-# both on the host; elements of replicas; elements of sums that every rank receives, wherever the shard is.
-QUANTITIES = 9
-INDICES, SUMS, IN_NODE, MOVED, PARAMETERS, STATES, ON_HOST, REPLICAS, RECEIVED = range(QUANTITIES)
+# both on the host; elements of replicas; elements of sums that every rank receives, wherever the shard is; shards by
+# rows, and others.
+QUANTITIES = 11
+INDICES, SUMS, IN_NODE, MOVED, PARAMETERS, STATES, ON_HOST, REPLICAS, RECEIVED, BY_ROWS, OTHERS = range(QUANTITIES)
 
 
 @cached(65536)
@@ -218,9 +219,10 @@ def shard_amounts(table: TableSpec, kind: str, shards: int, location: str, ranks
         sums, in_node = sums / ranks.per_node, sums  # ranks of a node add partial sums first, as a reduce-scatter does
     held = kept * parameters, kept * states, (1.0 - kept) * (parameters + states)
     if kind == REPLICATED:
-        return np.array([0.0, 0.0, 0.0, moved, *held, float(table.rows * table.dim), 0.0])
+        return np.array([0.0, 0.0, 0.0, moved, *held, float(table.rows * table.dim), 0.0, 0.0, 0.0])
     received = float(ranks.samples * look.dim) / (ranks.per_node if in_node else 1)
-    return np.array([float(look.indices), sums, in_node, moved, *held, 0.0, received])
+    by_rows = float(kind in (ROW, TABLE_ROW))
+    return np.array([float(look.indices), sums, in_node, moved, *held, 0.0, received, by_rows, 1.0 - by_rows])
 
 
 def loads_of(
@@ -320,19 +322,21 @@ def rank_tables(
     """The work of the rank whose lookups take longest, and the largest exchanges."""
     loads = loads_of(tables, places, ranks, spec)
     slowest, fullest = int(loads[:, MOVED].argmax()), int((loads[:, PARAMETERS] + loads[:, STATES]).argmax())
-    own, replicas = dict[tuple[str, int, str], list[Lookup]](), dict[tuple[str, int, str], list[Lookup]]()
+    # torchrec has a call for each type, location and way to shard, whatever the widths (embedding_sharding.py, 1.8).
+    own, replicas = dict[tuple[str, str, bool], list[Lookup]](), dict[tuple[str, str], list[Lookup]]()
     sent_indices, rows = 0.0, list[int]()
     for table, place in zip(tables, places, strict=True):
         look = shard_lookup(table, place.kind, place.shards, place.location, ranks, spec)
         if place.kind == REPLICATED:
-            replicas.setdefault(look[:3], []).append(look)
+            replicas.setdefault((look.dtype, look.location), []).append(look)
             rows.append(table.rows * table.dim)
             continue
         sent_indices += ranks.samples * table.pooling * (place.shards if place.kind == COLUMN else 1)
-        own.setdefault(look[:3], []).extend([look] * place.ranks.count(slowest))
+        call = look.dtype, look.location, place.kind in (ROW, TABLE_ROW)
+        own.setdefault(call, []).extend([look] * place.ranks.count(slowest))
     return RankTables(
-        lookups=tuple([_joined(looks) for looks in own.values() if looks]),
-        replicated=tuple([_joined(looks) for looks in replicas.values()]),
+        lookups=tuple([_joined(looks, spec.optimizer) for looks in own.values() if looks]),
+        replicated=tuple([_joined(looks, spec.optimizer) for looks in replicas.values()]),
         replicated_rows=tuple(rows),
         index_bytes=INDEX_BYTES * math.ceil(max(sent_indices, loads[:, INDICES].max())),
         pooled=math.ceil(equal_exchange(loads[:, SUMS], loads[:, RECEIVED], ranks)),
@@ -347,10 +351,14 @@ def rank_tables(
     )
 
 
-def _joined(looks: Sequence[Lookup]) -> Lookup:
+def _joined(looks: Sequence[Lookup], optimizer: str) -> Lookup:
     """Lookups in several tables in one call."""
     first, (indices, bags, distinct, missed) = looks[0], (sum(column) for column in [*zip(*looks, strict=True)][3:7])
-    return first._replace(indices=indices, bags=bags, distinct=distinct, missed=missed, tables=len(looks))
+    moved = sum(look.dim * (look.indices + look.bags + 4 * look.distinct) for look in looks)
+    step = math.gcd(4, *(look.dim for look in looks))  # FBGEMM's kernels take widths of four elements
+    dim = step * round(moved / (indices + bags + 4 * distinct) / step)
+    state = row_state(optimizer, dim)
+    return Lookup(first.dtype, dim, first.location, indices, bags, distinct, missed, state, len(looks))
 
 
 # Means of these powers lie between mean and maximum: with a small one, later tables can still fill idle ranks.

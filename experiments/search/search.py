@@ -165,6 +165,7 @@ def _search_sharding(job: Job, asked: _Asked) -> SearchResult:
         with suppress(StepsightError):
             choice = predicted(sharding.placed(job, sharding.baseline_places(job, name)))
             baselines[name] = choice.timed[0] if choice.fits else None
+            choices += [choice] if choice.fits else []
     distinct = {choice.seconds: choice for choice in choices[::-1]}  # the same placement of ranks by other numbers
     ranked = sorted(distinct.values(), key=lambda choice: choice.rank(goal))
     return SearchResult(ranked, judged, judged, own, goal=goal, baselines=baselines)

@@ -28,7 +28,17 @@ from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.job import sharding as rules
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.model_spec import TableSpec
-from stepsight.dataset.job.sharding import COLUMN, MOVED, REPLICATED, TABLE, Floats, Ranks, TablePlacement
+from stepsight.dataset.job.sharding import (
+    COLUMN,
+    MOVED,
+    REPLICATED,
+    ROW,
+    TABLE,
+    TABLE_ROW,
+    Floats,
+    Ranks,
+    TablePlacement,
+)
 from stepsight.dataset.job.sharding_plans import MOST_HOST_BYTES, placements_in
 from stepsight.dataset.kinds.op import Collective
 from stepsight.simulator.blocks.dlrm import both_ways
@@ -36,8 +46,10 @@ from stepsight.simulator.durations.latency_model import LatencyModel
 
 TRIALS = 20_000  # placements that are judged, if no limit is stated
 FULL = 6  # of the best of them, those that are predicted in full
-BASELINES = ("size-greedy", "lookup-greedy", "norm-greedy", "random")
+GREEDY = ("size-greedy", "lookup-greedy", "norm-greedy", "random")
+BASELINES = (*GREEDY, ROW, COLUMN, TABLE_ROW)
 _WARMTH = 0.03  # how much longer a placement may take that a search goes on from, at its beginning
+_CALLS = [rules.BY_ROWS, rules.OTHERS, rules.REPLICAS]  # whose tables are looked up in a call of their own
 Way = tuple[str, int, str]  # to shard a table: kind, number of shards, location
 
 
@@ -49,6 +61,8 @@ class PlacementCosts:
         self.capacity = latency.hardware.memory_bytes - latency.hardware.reserved_bytes
         self.ranks = self._timed(job.table_ranks)
         self._known = dict[tuple[Any, ...], Floats]()
+        looks = [rules.shard_lookup(table, TABLE, 1, "hbm", self.ranks, self._spec) for table in self.tables]
+        self._call_s = max(fmean(alone - more for alone, more in map(self._looked_up, dict.fromkeys(looks))), 0.0)
         whole = [rules.shard_amounts(table, TABLE, 1, "hbm", self.ranks, self._spec) for table in self.tables]
         roomy = sum(one[rules.PARAMETERS] + one[rules.STATES] for one in whole) < 0.75 * self.capacity * self.ranks.num
         own = self._spec.location
@@ -81,16 +95,22 @@ class PlacementCosts:
         return [(kind, max(shards, 1), place) for kind, shards in kinds for place in self._places]
 
     def amounts(self, table: TableSpec, kind: str, shards: int, location: str, *_: Any) -> Floats:
-        """``shard_amounts``, but what lookups move is as much as takes their seconds."""
+        """``shard_amounts``, but what lookups move is as much as takes the seconds that they add to a call."""
         key = table, kind, shards, location
         if key not in self._known:
-            look = rules.shard_lookup(*key, self.ranks, self._spec)
-            ops = [op for way in both_ways(look) for op in way]
-            seconds = float(self._latency.op_seconds(ops).sum())
-            latency_s = sum(map(self._latency.hardware.latency_s, ops))  # tables of one rank share a call
+            alone_s, more_s = self._looked_up(rules.shard_lookup(*key, self.ranks, self._spec))
             self._known[key] = rules.shard_amounts(*key, self.ranks, self._spec).copy()
-            self._known[key][MOVED] = max(seconds - latency_s, 0.1 * seconds) / self.ranks.memory_s
+            self._known[key][MOVED] = max(more_s, 0.1 * alone_s) / self.ranks.memory_s
         return self._known[key]
+
+    def _looked_up(self, look: rules.Lookup) -> tuple[float, float]:
+        """Seconds of a table's call, and how much longer it is with such a table more: tables of one rank share it."""
+        two = look._replace(
+            **{key: 2 * getattr(look, key) for key in ("indices", "bags", "distinct", "missed", "tables")}
+        )
+        ops = [[op for way in both_ways(each) for op in way] for each in (look, two)]
+        alone, both = (float(self._latency.op_seconds(own).sum()) for own in ops)
+        return alone, both - alone
 
     def loads(self, places: Sequence[TablePlacement]) -> Floats:
         """Amounts of every rank, shape ``(num_ranks, QUANTITIES)``."""
@@ -103,16 +123,20 @@ class PlacementCosts:
 
     def seconds(self, loads: Floats) -> float:
         """Seconds that a placement decides; infinite if a rank's tables do not fit."""
-        return float(rules.table_seconds(loads, self.ranks)) if self.fits(loads) else math.inf
+        calls = int(loads[:, _CALLS].any(axis=0).sum())
+        return float(rules.table_seconds(loads, self.ranks)) + self._call_s * calls if self.fits(loads) else math.inf
 
 
 def baseline_places(job: Job, name: str, seed: int = 0) -> tuple[TablePlacement, ...]:
     """Whole tables by a rule of published sharders: ``size-greedy`` (bytes), ``lookup-greedy`` (indices times columns)
     or ``norm-greedy`` (both, as a Euclidean norm of shares), where each rank gets the next table when it has least;
-    or ``random``.  ``torchrec``: its planner.
+    or ``random``.  ``torchrec``: its planner.  A rule of ``[sharding]``: all tables by it.
     """
     if name == "torchrec":
         return planner_places(job)
+    if name in rules.RULES:
+        free = replace(job.sharding, tables=(), plan="", rule=name)
+        return rules.placements_of(job.model.tables, free, job.table_ranks)
     tables, ranks, location = job.model.tables, job.table_ranks, job.sharding.location
     names = rules.table_names(tables)
     size = np.array([float(table.rows * table.dim) for table in tables])
@@ -138,12 +162,8 @@ def search_places(
     some time, best first, and how many were judged.
     """
     job, random, begin = costs.job, np.random.default_rng(seed), time.monotonic()
-    free = replace(job.sharding, tables=(), plan="", rule=rules.AUTO)
-    starts = [
-        rules.placements_of(costs.tables, job.sharding, costs.ranks),
-        rules.placements_of(costs.tables, free, costs.ranks),
-    ]
-    starts += [baseline_places(job, name) for name in BASELINES]
+    starts = [rules.placements_of(costs.tables, job.sharding, costs.ranks)]
+    starts += [baseline_places(job, name) for name in (rules.AUTO, *BASELINES)]
     loads = [costs.loads(places) for places in starts]
     judged = [costs.seconds(one) for one in loads]
     found = {tuple(places): seconds for places, seconds in zip(starts, judged, strict=True)}

@@ -36,8 +36,8 @@ from stepsight.dataset.runs.run_manifest import Box, read_box
 from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.sharding import (
-    BASELINES,
     FULL,
+    GREEDY,
     PlacementCosts,
     baseline_places,
     has_torchrec,
@@ -48,6 +48,7 @@ from stepsight.experiments.search.sharding import (
 from stepsight.experiments.studies.study import Study, cases
 from stepsight.experiments.tasks.collecting import run_plan
 from stepsight.experiments.tasks.scripts import run_script, slowest_of
+from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.fitting.train_runs import train
 from stepsight.training.fitting.train_tables import TimedJob, fit_calibration
 from stepsight.training.kernels.kernel_models import fit_kernels
@@ -58,9 +59,11 @@ from stepsight.training.predictor.predictor import Predictor
 _FORWARD, _BACKWARD = "table_lookup", "table_lookup_backward"
 _WARM = 2  # rounds that are not counted
 SCRIPT, PIPELINE = (Path(f"examples/scripts/train_{name}.py") for name in ("dlrm", "torchrec"))
-# Elements of sums that a rank sends to each, and by how much those of the last rank are more.
+# Elements of sums that a rank sends to each, and by how much those of the last rank are more; of equal exchanges that
+# teach; exchanges are short, so as many times more rounds.
 SPLITS = tuple((size // ratio, ratio) for size in (2**14, 2**17, 2**19) for ratio in (1, 2, 4, 8))
-_RUNNABLE, _MIDDLES = (TABLE, COLUMN, REPLICATED), (("least", np.min), ("median", np.median))  # kinds that scripts have
+EQUAL, _MORE = tuple(7 * 2**power for power in range(17, 9, -1)), 3
+_RUNNABLE = (TABLE, COLUMN, REPLICATED)  # kinds that scripts have
 _TAUGHT = 12  # models whose ops and collectives teach
 # One thread computes, and memory that was freed is kept: both as where ops are measured alone.
 _ALONE = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
@@ -148,29 +151,32 @@ def run_steps(options: argparse.Namespace) -> tuple[Any, str]:
     ]
     own, cases = ([case for seed, *case in timed if (seed < _TAUGHT) is before] for before in (True, False))
     told["cases"] = [{"case": job.name} for job, _ in cases]
-    for words, middle in _MIDDLES:
-        seconds = [float(middle(each)) for _, each in cases]
-        runs, teachers = [TimedJob(job, float(middle(each))) for job, each in own], {"alone": predictor}
-        teachers |= {"calibrated": fit_calibration(predictor, runs).predictor} if runs else {}
-        for name, each in teachers.items():
-            answers = [predict(job, each).iteration_time_s for job, _ in cases]
-            told[f"steps, {words}, {name}"] = _errors(answers, seconds)
-            for case, answer, measured in zip(told["cases"], answers, seconds, strict=True):
-                case |= {f"{words}_s": measured, f"{words}_{name}_s": answer}
-    told |= _exchanges(cases[0][0], predictor, options)
+    seconds = [float(np.median(each)) for _, each in cases]
+    runs, teachers = [TimedJob(job, float(np.median(each))) for job, each in own], {"alone": predictor}
+    teachers |= {"calibrated": fit_calibration(predictor, runs).predictor} if runs else {}
+    for name, each in teachers.items():
+        answers = [predict(job, each).iteration_time_s for job, _ in cases]
+        told[f"steps, {name}"] = _errors(answers, seconds)
+        for case, answer, measured in zip(told["cases"], answers, seconds, strict=True):
+            case |= {"measured_s": measured, f"{name}_s": answer}
+    told |= _exchanges(cases[0][0], options)
     told["load"].append(os.getloadavg()[0])
     return told, _error_text(told)
 
 
-def _exchanges(job: Job, predictor: Predictor, options: argparse.Namespace) -> dict[str, Any]:
-    """Errors of unequal exchanges."""
-    ranks, near = job.table_ranks.num, job.table_ranks.per_node
-    splits = [[*[size] * (ranks - 1), size * ratio] for size, ratio in SPLITS]
-    measured = _steps([str(part) for each in splits for part in each], "exchanges", len(splits), options)
-    equal = (equal_exchange(1.0 * ranks * np.array(e), np.full(ranks, 1.0 * sum(e)), job.table_ranks) for e in splits)
-    sizes = [Collective("all_to_all", int(4 * size), ranks, near) for size in equal]
-    predicted = predict(job, predictor).latency.collective_seconds(sizes)
-    return {f"unequal exchanges, {words}": _errors(predicted, of(measured, axis=0)) for words, of in _MIDDLES}
+def _exchanges(job: Job, options: argparse.Namespace) -> dict[str, Any]:
+    """Errors of unequal exchanges from equal ones of other sizes of the same processes, and of those of other ones."""
+    ranks, more = job.table_ranks, argparse.Namespace(**{**vars(options), "rounds": _MORE * options.rounds})
+    splits = [[size] * ranks.num for size in EQUAL] + [[*[size] * (ranks.num - 1), size * by] for size, by in SPLITS]
+    parts = [str(part) for each in splits for part in each]
+    first, again = (
+        np.median(_steps(parts, f"exchanges-{turn}", len(splits), more), axis=0) for turn in ("first", "again")
+    )
+    equal = (equal_exchange(1.0 * ranks.num * np.array(e), np.full(ranks.num, 1.0 * sum(e)), ranks) for e in splits)
+    sizes, taught = [Collective("all_to_all", int(4 * size), ranks.num, ranks.per_node) for size in equal], len(EQUAL)
+    model = fit_collectives(sizes[:taught], [job.fabric] * taught, again[:taught])
+    predicted, measured = model.seconds(sizes[taught:], job.fabric), again[taught:]
+    return {"unequal exchanges": _errors(predicted, measured), "measured again": _errors(first[taught:], measured)}
 
 
 def _taught(options: argparse.Namespace) -> Predictor:
@@ -233,10 +239,10 @@ class _RunnableCosts(PlacementCosts):
 def _placed_jobs(job: Job, predictor: Predictor, trials: int) -> dict[str, Job]:
     """A job with its tables placed by the search, by simple rules and by torchrec's planner, as the script can."""
     found, _ = search_places(_RunnableCosts(job, predict(job, predictor).latency), trials)
-    jobs = {name: placed(job, baseline_places(job, name)) for name in BASELINES}
+    jobs = {name: placed(job, baseline_places(job, name)) for name in GREEDY}
     if has_torchrec():
         jobs["torchrec"] = placed(job, planner_places(job, _RUNNABLE))
-    tried = [placed(job, places) for places in found[:FULL]]
+    tried = [*(placed(job, places) for places in found[:FULL]), *jobs.values()]
     return {"search": min(tried, key=lambda one: predict(one, predictor).iteration_time_s), **jobs}
 
 
@@ -254,7 +260,7 @@ def run_placements(options: argparse.Namespace) -> tuple[Any, str]:
             jobs = _placed_jobs(drawn_job(seed, "sharding"), predictor, options.trials)
             measured = _measured(seed, [*jobs.values()], options)
             for name, (job, rounds) in zip(jobs, measured, strict=True):
-                times[name] = float(rounds.min())
+                times[name] = float(np.median(rounds))
                 case = {"task": seed, "placement": name, "measured_s": times[name]}
                 steps.append({**case, "predicted_s": predict(job, predictor).iteration_time_s})
         least = min(seconds for seconds in times.values() if seconds is not None)
