@@ -30,6 +30,7 @@ def _fact(default: Any, least: float = 0.0, most: float = 1e18) -> Any:
 _OPTIONAL = ("host_kinds_s", "power_w", "idle_w", "product_power_w", "exponentials_per_s")
 # Kinds of op around which a dispatcher of tokens runs its host code: four in a layer's forward and backward.
 _DISPATCHED = ("permute", "unpermute", "unpermute_backward")
+_LOAD_S = 5.5e-7  # from memory: by each row more of the longest sum in a public trace of 8 V100 (recommendation.md)
 MOST_SLOWDOWN = 1.5  # at a power limit: base clocks are about two thirds of the highest ones
 
 THROTTLED_S = (0.8e-3, 1.6e-3)  # a product in a table is as fast as at the highest clock below, slowed in full above
@@ -135,8 +136,10 @@ class Hardware:
         return float(min(((drawn - self.idle_w) / (self.power_w - self.idle_w)) ** (1 / 3), MOST_SLOWDOWN))
 
     def latency_s(self, op: Op) -> float:
-        """Seconds of an op of no size: of each of its kernels where a host launches them."""
-        return self.op_latency_s * (op.record.launches if self.has_host else 1)
+        """Seconds of an op of no size: of each of its kernels where a host launches them, and of loads in a chain."""
+        if not self.has_host:
+            return self.op_latency_s
+        return self.op_latency_s * op.record.launches + _LOAD_S * op.record.chain(*op.dims)
 
     def launch_s(self, work: Op | Collective, calls: LaunchCalls = ONE_LAUNCH) -> float:
         """The host's time to launch an op or collective; ``calls`` count for kinds of which no time was measured."""

@@ -125,6 +125,7 @@ class OpKind:
     calls: Mapping[str, Callable[[Args], Dims | None]] = field(default_factory=dict)
     in_parts: bool = False  # whether consecutive calls of equal dims are parts of one op
     launches: int = 1  # kernels of a call on a GPU, each of which takes its launch
+    chain: Callable[..., float] = lambda *dims: 0.0  # rows that a GPU's threads load one after the other
 
     def __post_init__(self) -> None:
         calls = isinstance(self.calls, Mapping) and all(map(callable, self.calls.values()))
@@ -178,6 +179,7 @@ _FUNCTIONS: Mapping[str, tuple[int | None, int, str]] = {
     "flops": (1, 0, _COST),
     "elements": (1, 0, _COST),
     "units": (1, 0, _COST),
+    "chain": (1, 0, _COST),
     "operands": (3, 0, "three finite numbers >= 0"),
     "grid": (3, 1, "three sizes >= 1"),
     "base_dims": (None, 0, "a tuple of sizes >= 0"),

@@ -46,7 +46,11 @@ _OWN: Mapping[str, Mapping[str, Function]] = {
     },
     "grouped_linear_dgrad": {"grid": lambda g, m, n, k: (g, -(-m // max(g, 1)), k)},
     "mla_attention": {"base_dims": lambda b, h, q, k, d, v, c: (b, h, h, q, k, (d + v) // 2, c)},
-    "table_lookup": {"elements": _lookup, "base_dims": lambda *dims: (int(_lookup(*dims)) // 3 + 1,)},
+    "table_lookup": {
+        "elements": _lookup,
+        "base_dims": lambda *dims: (int(_lookup(*dims)) // 3 + 1,),
+        "chain": lambda n, h, b, u, t: n / max(b, 1),  # the rows of a sum
+    },
     "table_lookup_backward": {
         "elements": _lookup_backward,
         "base_dims": lambda *dims: (int(_lookup_backward(*dims)) // 3 + 1,),

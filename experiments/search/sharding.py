@@ -28,17 +28,7 @@ from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.job import sharding as rules
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.model_spec import TableSpec
-from stepsight.dataset.job.sharding import (
-    COLUMN,
-    MOVED,
-    REPLICATED,
-    ROW,
-    TABLE,
-    TABLE_ROW,
-    Floats,
-    Ranks,
-    TablePlacement,
-)
+from stepsight.dataset.job.sharding import COLUMN, MOVED, REPLICATED, ROW, TABLE, Floats, Ranks, TablePlacement
 from stepsight.dataset.job.sharding_plans import MOST_HOST_BYTES, placements_in
 from stepsight.dataset.kinds.op import Collective
 from stepsight.simulator.blocks.dlrm import both_ways
@@ -47,7 +37,7 @@ from stepsight.simulator.durations.latency_model import LatencyModel
 TRIALS = 20_000  # placements that are judged, if no limit is stated
 FULL = 6  # of the best of them, those that are predicted in full
 GREEDY = ("size-greedy", "lookup-greedy", "norm-greedy", "random")
-BASELINES = (*GREEDY, ROW, COLUMN, TABLE_ROW)
+BASELINES = (*GREEDY, ROW, COLUMN, rules.TABLE_ROW)
 _WARMTH = 0.03  # how much longer a placement may take that a search goes on from, at its beginning
 _CALLS = [rules.BY_ROWS, rules.OTHERS, rules.REPLICAS]  # whose tables are looked up in a call of their own
 Way = tuple[str, int, str]  # to shard a table: kind, number of shards, location

@@ -34,7 +34,6 @@ from stepsight.dataset.job.sharding import COLUMN, REPLICATED, TABLE, Floats, eq
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_manifest import Box, read_box
 from stepsight.experiments.reports.text_table import table_of
-from stepsight.experiments.search.search import search
 from stepsight.experiments.search.sharding import (
     FULL,
     GREEDY,
@@ -208,7 +207,7 @@ def _measured(seed: int, jobs: Sequence[Job], options: argparse.Namespace, scrip
     return list(zip(jobs, _steps(arguments, f"steps-{seed}", len(jobs), options, script).T, strict=True))
 
 
-def drawn_job(seed: int, study: str = "placements") -> Job:
+def drawn_job(seed: int, study: str) -> Job:
     """A random model with the statistics of the public data sets of FBGEMM: most tables small, few hot ones."""
     draw, sizes = random.Random(seed), cases(study)
     mean, deviation, most = sizes["rows"]
@@ -247,33 +246,23 @@ def _placed_jobs(job: Job, predictor: Predictor, trials: int) -> dict[str, Job]:
 
 
 def run_placements(options: argparse.Namespace) -> tuple[Any, str]:
-    """Iterations of the placements of each method, as multiples of the best: predicted, or measured on two ranks."""
-    found, steps = dict[str, list[float]](), list[dict[str, Any]]()
+    """Medians of steps on two ranks with the placements of each method, as multiples of the best one's."""
+    found, steps = defaultdict[str, list[float]](list), list[dict[str, Any]]()
     options = argparse.Namespace(**vars(options), box=None)
-    predictor = _taught(options) if options.out else None
+    predictor = _taught(options)
     for seed in range(options.seed, options.seed + options.tasks):
-        times: dict[str, float | None] = {}
-        if predictor is None:
-            result = search(drawn_job(seed), trials=options.trials, top=1)
-            times |= {"search": result.best.timed[0], **result.baselines}
-        else:
-            jobs = _placed_jobs(drawn_job(seed, "sharding"), predictor, options.trials)
-            measured = _measured(seed, [*jobs.values()], options)
-            for name, (job, rounds) in zip(jobs, measured, strict=True):
-                times[name] = float(np.median(rounds))
-                case = {"task": seed, "placement": name, "measured_s": times[name]}
-                steps.append({**case, "predicted_s": predict(job, predictor).iteration_time_s})
-        least = min(seconds for seconds in times.values() if seconds is not None)
-        for name, seconds in times.items():
-            found.setdefault(name, []).append(math.inf if seconds is None else seconds / least)
+        jobs = _placed_jobs(drawn_job(seed, "sharding"), predictor, options.trials)
+        measured = [float(np.median(rounds)) for _, rounds in _measured(seed, [*jobs.values()], options)]
+        for (name, job), seconds in zip(jobs.items(), measured, strict=True):
+            found[name].append(seconds / min(measured))
+            case = {"task": seed, "placement": name, "measured_s": seconds}
+            steps.append({**case, "predicted_s": predict(job, predictor).iteration_time_s})
     told = dict[str, Any]()
     for name, ratios in found.items():
-        if legal := [ratio for ratio in ratios if ratio < math.inf]:
-            near = sum(ratio <= 1.05 for ratio in legal)
-            told[name] = {"tasks": len(legal), "regret": float(np.mean(legal)) - 1.0, "within_5_percent": near}
-    columns = {"placement": "name", "legal": "tasks", "regret": "regret", "within 5 %": "within_5_percent"}
-    text = table_of([{"name": name, **figures} for name, figures in told.items()], columns, 4)
-    return {**told, "steps": steps} if steps else told, text
+        near = sum(ratio <= 1.05 for ratio in ratios)
+        told[name] = {"tasks": len(ratios), "regret": float(np.mean(ratios)) - 1.0, "within_5_percent": near}
+    columns = {"placement": "name", "tasks": "tasks", "regret": "regret", "within 5 %": "within_5_percent"}
+    return {**told, "steps": steps}, table_of([{"name": name, **each} for name, each in told.items()], columns, 4)
 
 
 # Seconds by overhead and operator.  T1 lies between operators, T2 before an operator's first launch, T3 behind its last
@@ -357,14 +346,13 @@ STEPS = Study(
 )
 PLACEMENTS = Study(
     "placements",
-    "iterations with tables placed by the search, by simple rules and by torchrec's planner: predicted, or measured",
+    "steps on two ranks with tables placed by the search, by simple rules and by torchrec's planner; needs FBGEMM",
     run_placements,
     {
         "--tasks": {"type": int, "default": 20},
         "--seed": LOOKUPS.options["--seed"],
         "--trials": {"type": int, "default": 20000, "help": "placements that the search judges"},
-        "--out": {"type": Path, "help": "new folder of steps that two ranks are measured at; without it none are"},
-        **{flag: STEPS.options[flag] for flag in ("--rounds", "--event-seconds")},
+        **{flag: STEPS.options[flag] for flag in ("--rounds", "--event-seconds", "--out")},
     },
 )
 OVERHEADS = Study(

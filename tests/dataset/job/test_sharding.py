@@ -129,3 +129,14 @@ def test_stated_placements_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> N
     spec = ShardingSpec(tables=stated)
     loads_of(tables, placements_of(tables, spec, EIGHT), EIGHT, spec)
     assert len(hashed) <= 300
+
+
+def test_tables_of_all_widths_are_one_call() -> None:
+    """A lookup in them moves as much as they do; tables by rows are another call, as torchrec groups them."""
+    tables = tuple(TableSpec(rows=10**5, dim=dim, pooling=4) for dim in (32, 64, 128))
+    spec = ShardingSpec(rule="table-wise", replicate_mbytes=0.0)
+    places = tuple(TablePlacement(name=str(at), kind="table-wise", ranks=(0,)) for at in range(3))
+    (look,) = rank_tables(tables, places, EIGHT, spec).lookups
+    assert look.tables == 3 and look.dim == 76  # (32 + 64 + 128) / 3, of four elements
+    places = (*places[:2], TablePlacement(name="2", kind="row-wise", ranks=tuple(range(8))))
+    assert [each.tables for each in rank_tables(tables, places, EIGHT, spec).lookups] == [2, 1]

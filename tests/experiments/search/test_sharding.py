@@ -12,6 +12,7 @@ from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.configs.documents import job_toml
 from stepsight.dataset.configs.formats import write_config
 from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.model_spec import TableSpec
 from stepsight.dataset.job.sharding import add_shards, placements_of
 from stepsight.experiments.search.search import progress_words, search
 from stepsight.experiments.search.search_report import search_report
@@ -80,7 +81,7 @@ def test_the_search_beats_its_baselines(costs: PlacementCosts) -> None:
     found, judged = search_places(costs, trials=2000)
     best = costs.seconds(costs.loads(found[0]))
     others = [costs.seconds(costs.loads(baseline_places(costs.job, name))) for name in BASELINES]
-    assert judged == 2000 and best < 0.98 * min(others)
+    assert judged == 2000 and best < 0.985 * min(others)
 
 
 def test_best_sharding_is_a_job_and_a_plan(tmp_path: Path) -> None:
@@ -220,3 +221,15 @@ def test_loads_of_another_model_are_refused(job: Job) -> None:
         search(job, space=SMALL, expert_loads=ExpertLoads(((1.0, 2.0),)))
     with pytest.raises(StepsightError, match="one for each of the 4 layers"):
         search(job, space=SMALL, expert_loads=ExpertLoads((LOADS.layers[0],) * 3))
+
+
+def test_a_search_is_never_slower_than_a_rule() -> None:
+    """Its best is what the full prediction says of all: few large tables are best by rows, though a search that ends
+    early finds others.
+    """
+    tables = [TableSpec(rows=10**7, dim=128, pooling=p, zipf=1.0) for p in (1, 40, 25)]
+    job = some_job()
+    job = replace(job, model=replace(job.model, tables=tuple(tables)))
+    result = search(job, "roofline", trials=10, top=1)
+    rules = {result.baselines[name] for name in ("row-wise", "column-wise", "table-row-wise", "size-greedy")}
+    assert result.best.timed[0] <= min(seconds for seconds in rules if seconds is not None)

@@ -17,11 +17,6 @@ def test_lookups_are_judged_on_signatures_that_taught_nothing() -> None:
     assert "load of the machine" in text
 
 
-def test_no_placement_is_much_faster_than_the_search() -> None:
-    told, _ = recommendation.run_placements(argparse.Namespace(tasks=2, trials=300, seed=0, out=None))
-    assert told["search"]["regret"] < 0.05 and told["search"]["tasks"] == 2
-
-
 def test_models_of_the_study_share_tables_in_three_ways() -> None:
     whole, columns, mixed = recommendation.two_rank_jobs(3)
     kinds = [{row.kind for row in job.sharding.tables} for job in (whole, columns, mixed)]
