@@ -137,9 +137,8 @@ class Hardware:
 
     def latency_s(self, op: Op) -> float:
         """Seconds of an op of no size: of each of its kernels where a host launches them, and of loads in a chain."""
-        if not self.has_host:
-            return self.op_latency_s
-        return self.op_latency_s * op.record.launches + _LOAD_S * op.record.chain(*op.dims)
+        kernels, loads = (op.record.launches, op.record.chain(*op.dims)) if self.has_host else (1, 0.0)
+        return self.op_latency_s * kernels + _LOAD_S * loads
 
     def launch_s(self, work: Op | Collective, calls: LaunchCalls = ONE_LAUNCH) -> float:
         """The host's time to launch an op or collective; ``calls`` count for kinds of which no time was measured."""

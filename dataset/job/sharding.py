@@ -335,8 +335,8 @@ def rank_tables(
         call = look.dtype, look.location, place.kind in (ROW, TABLE_ROW)
         own.setdefault(call, []).extend([look] * place.ranks.count(slowest))
     return RankTables(
-        lookups=tuple([_joined(looks, spec.optimizer) for looks in own.values() if looks]),
-        replicated=tuple([_joined(looks, spec.optimizer) for looks in replicas.values()]),
+        lookups=tuple([joined(looks, spec.optimizer) for looks in own.values() if looks]),
+        replicated=tuple([joined(looks, spec.optimizer) for looks in replicas.values()]),
         replicated_rows=tuple(rows),
         index_bytes=INDEX_BYTES * math.ceil(max(sent_indices, loads[:, INDICES].max())),
         pooled=math.ceil(equal_exchange(loads[:, SUMS], loads[:, RECEIVED], ranks)),
@@ -351,7 +351,7 @@ def rank_tables(
     )
 
 
-def _joined(looks: Sequence[Lookup], optimizer: str) -> Lookup:
+def joined(looks: Sequence[Lookup], optimizer: str) -> Lookup:
     """Lookups in several tables in one call."""
     first, (indices, bags, distinct, missed) = looks[0], (sum(column) for column in [*zip(*looks, strict=True)][3:7])
     moved = sum(look.dim * (look.indices + look.bags + 4 * look.distinct) for look in looks)

@@ -24,12 +24,7 @@ from stepsight.dataset.harness.base.parallel_rules import Rules
 from stepsight.dataset.job import sharding
 from stepsight.dataset.job.model_spec import ModelSpec, TableSpec
 
-_TYPES = {
-    kind.replace("-", "_"): kind
-    for kind in (sharding.TABLE, sharding.ROW, sharding.COLUMN, sharding.TABLE_ROW, sharding.REPLICATED)
-}
-_TYPES |= {"table_column_wise": sharding.COLUMN}
-_KERNELS = {"fused": "hbm", "dense": "hbm", "fused_uvm_caching": "uvm", "fused_uvm": "host"}
+_TYPES, _KERNELS = (preset("job_facts.toml")["torchrec"][key] for key in ("types", "kernels"))
 # Fields of ``ModelSpec``.
 TABLE_FIELDS = ("tables", "dense_features", "bottom_mlp", "top_mlp", "interaction", "cross_layers", "cross_rank")
 _ALONE = {"heads": 1, "vocab": 1, "seq_len": 1}

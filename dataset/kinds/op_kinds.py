@@ -31,6 +31,10 @@ def _lookup_backward(n: int, h: int, b: int, u: int, t: int, s: int) -> float:
     return (_RANDOM * b + _CACHED * max(n - b, 0)) * h + 2.0 * _RANDOM * u * (h + s) + _SORTED * n
 
 
+def _streamed(elements: Function) -> dict[str, Function]:
+    return {"elements": elements, "base_dims": lambda *dims: (int(elements(*dims)) // 3 + 1,)}
+
+
 def _convolution(*dims: int) -> float:
     """FLOP of one product, or of the gradients of the weight and, if the last dim says so, of the input."""
     b, i, o, p, w, _, q, _, *input_gradient = dims
@@ -46,15 +50,8 @@ _OWN: Mapping[str, Mapping[str, Function]] = {
     },
     "grouped_linear_dgrad": {"grid": lambda g, m, n, k: (g, -(-m // max(g, 1)), k)},
     "mla_attention": {"base_dims": lambda b, h, q, k, d, v, c: (b, h, h, q, k, (d + v) // 2, c)},
-    "table_lookup": {
-        "elements": _lookup,
-        "base_dims": lambda *dims: (int(_lookup(*dims)) // 3 + 1,),
-        "chain": lambda n, h, b, u, t: n / max(b, 1),  # the rows of a sum
-    },
-    "table_lookup_backward": {
-        "elements": _lookup_backward,
-        "base_dims": lambda *dims: (int(_lookup_backward(*dims)) // 3 + 1,),
-    },
+    "table_lookup": {**_streamed(_lookup), "chain": lambda n, h, b, u, t: n / max(b, 1)},  # the rows of a sum
+    "table_lookup_backward": _streamed(_lookup_backward),
     "fused_loops": {"base_dims": lambda near, middle, far, *others: (max((near + middle + far) // 4, 1),)},
 }
 

@@ -39,7 +39,6 @@ FULL = 6  # of the best of them, those that are predicted in full
 GREEDY = ("size-greedy", "lookup-greedy", "norm-greedy", "random")
 BASELINES = (*GREEDY, ROW, COLUMN, rules.TABLE_ROW)
 _WARMTH = 0.03  # how much longer a placement may take that a search goes on from, at its beginning
-_CALLS = [rules.BY_ROWS, rules.OTHERS, rules.REPLICAS]  # whose tables are looked up in a call of their own
 Way = tuple[str, int, str]  # to shard a table: kind, number of shards, location
 
 
@@ -95,9 +94,7 @@ class PlacementCosts:
 
     def _looked_up(self, look: rules.Lookup) -> tuple[float, float]:
         """Seconds of a table's call, and how much longer it is with such a table more: tables of one rank share it."""
-        two = look._replace(
-            **{key: 2 * getattr(look, key) for key in ("indices", "bags", "distinct", "missed", "tables")}
-        )
+        two = rules.joined((look, look), self._spec.optimizer)
         ops = [[op for way in both_ways(each) for op in way] for each in (look, two)]
         alone, both = (float(self._latency.op_seconds(own).sum()) for own in ops)
         return alone, both - alone
@@ -113,7 +110,7 @@ class PlacementCosts:
 
     def seconds(self, loads: Floats) -> float:
         """Seconds that a placement decides; infinite if a rank's tables do not fit."""
-        calls = int(loads[:, _CALLS].any(axis=0).sum())
+        calls = int(loads[:, [rules.BY_ROWS, rules.OTHERS, rules.REPLICAS]].any(axis=0).sum())  # each has its own
         return float(rules.table_seconds(loads, self.ranks)) + self._call_s * calls if self.fits(loads) else math.inf
 
 
@@ -125,8 +122,9 @@ def baseline_places(job: Job, name: str, seed: int = 0) -> tuple[TablePlacement,
     if name == "torchrec":
         return planner_places(job)
     if name in rules.RULES:
-        free = replace(job.sharding, tables=(), plan="", rule=name)
-        return rules.placements_of(job.model.tables, free, job.table_ranks)
+        return rules.placements_of(
+            job.model.tables, replace(job.sharding, tables=(), plan="", rule=name), job.table_ranks
+        )
     tables, ranks, location = job.model.tables, job.table_ranks, job.sharding.location
     names = rules.table_names(tables)
     size = np.array([float(table.rows * table.dim) for table in tables])

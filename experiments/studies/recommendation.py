@@ -46,7 +46,7 @@ from stepsight.experiments.search.sharding import (
 )
 from stepsight.experiments.studies.study import Study, cases
 from stepsight.experiments.tasks.collecting import run_plan
-from stepsight.experiments.tasks.scripts import run_script, slowest_of
+from stepsight.experiments.tasks.scripts import run_script
 from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.fitting.train_runs import train
 from stepsight.training.fitting.train_tables import TimedJob, fit_calibration
@@ -58,14 +58,10 @@ from stepsight.training.predictor.predictor import Predictor
 _FORWARD, _BACKWARD = "table_lookup", "table_lookup_backward"
 _WARM = 2  # rounds that are not counted
 SCRIPT, PIPELINE = (Path(f"examples/scripts/train_{name}.py") for name in ("dlrm", "torchrec"))
-# Elements of sums that a rank sends to each, and by how much those of the last rank are more; of equal exchanges that
-# teach; exchanges are short, so as many times more rounds.
-SPLITS = tuple((size // ratio, ratio) for size in (2**14, 2**17, 2**19) for ratio in (1, 2, 4, 8))
-EQUAL, _MORE = tuple(7 * 2**power for power in range(17, 9, -1)), 3
+EXCHANGES = cases("exchanges")
 _RUNNABLE = (TABLE, COLUMN, REPLICATED)  # kinds that scripts have
 _TAUGHT = 12  # models whose ops and collectives teach
-# One thread computes, and memory that was freed is kept: both as where ops are measured alone.
-_ALONE = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
+_ALONE: dict[str, str] = cases("alone")
 
 
 def drawn_ops(count: int, seed: int) -> list[Op]:
@@ -131,12 +127,16 @@ def two_rank_jobs(seed: int, *, pipelined: bool = False, box: Box | None = None)
 
 
 def _steps(arguments: Sequence[str], name: str, steps: int, options: argparse.Namespace, script: Path = SCRIPT) -> Any:
-    """Seconds of a script's steps on two ranks or in a box, shape ``(rounds, steps)``."""
+    """Seconds from one step's last end on any rank to the next one's, on two ranks or in a box, ``(rounds, steps)``: a
+    rank that ends early waits in the next step, which may be another job's.
+    """
     counts = {"warmup": 2 * steps, "rounds": options.rounds, "steps": steps, "profile_steps": 0}
     with new_folder(options.out / name) as part:
         settings = {"arguments": list(arguments), "timeout_s": 600.0, **counts}
         ranks = Ranks.here(2) if options.box is None else Ranks.in_box(options.box.to_dict())
-        return np.array(slowest_of(run_script(script, settings, part, part / "script.log", ranks, "")))
+        found = run_script(script, settings, part, part / "script.log", ranks, "")
+    ends = np.array([rank["rounds"] for rank in found]).cumsum(axis=2).max(axis=0)
+    return np.diff(ends, axis=1, prepend=0.0)
 
 
 def run_steps(options: argparse.Namespace) -> tuple[Any, str]:
@@ -149,15 +149,11 @@ def run_steps(options: argparse.Namespace) -> tuple[Any, str]:
         for case in _measured(seed, two_rank_jobs(seed, pipelined=options.torchrec, box=box), options, script)
     ]
     own, cases = ([case for seed, *case in timed if (seed < _TAUGHT) is before] for before in (True, False))
-    told["cases"] = [{"case": job.name} for job, _ in cases]
     seconds = [float(np.median(each)) for _, each in cases]
     runs, teachers = [TimedJob(job, float(np.median(each))) for job, each in own], {"alone": predictor}
     teachers |= {"calibrated": fit_calibration(predictor, runs).predictor} if runs else {}
     for name, each in teachers.items():
-        answers = [predict(job, each).iteration_time_s for job, _ in cases]
-        told[f"steps, {name}"] = _errors(answers, seconds)
-        for case, answer, measured in zip(told["cases"], answers, seconds, strict=True):
-            case |= {"measured_s": measured, f"{name}_s": answer}
+        told[f"steps, {name}"] = _errors([predict(job, each).iteration_time_s for job, _ in cases], seconds)
     told |= _exchanges(cases[0][0], options)
     told["load"].append(os.getloadavg()[0])
     return told, _error_text(told)
@@ -165,14 +161,13 @@ def run_steps(options: argparse.Namespace) -> tuple[Any, str]:
 
 def _exchanges(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     """Errors of unequal exchanges from equal ones of other sizes of the same processes, and of those of other ones."""
-    ranks, more = job.table_ranks, argparse.Namespace(**{**vars(options), "rounds": _MORE * options.rounds})
-    splits = [[size] * ranks.num for size in EQUAL] + [[*[size] * (ranks.num - 1), size * by] for size, by in SPLITS]
-    parts = [str(part) for each in splits for part in each]
-    first, again = (
-        np.median(_steps(parts, f"exchanges-{turn}", len(splits), more), axis=0) for turn in ("first", "again")
-    )
+    ranks, more = job.table_ranks, argparse.Namespace(**{**vars(options), "rounds": 3 * options.rounds})
+    unequal = ([*[size] * (ranks.num - 1), size * ratio] for size, ratio in EXCHANGES["unequal"])
+    splits = [*([size] * ranks.num for size in EXCHANGES["equal"]), *unequal]
+    parts, taught = [str(part) for each in splits for part in each], len(EXCHANGES["equal"])
+    first, again = [np.median(_steps(parts, f"exchanges-{turn}", len(splits), more), axis=0) for turn in (1, 2)]
     equal = (equal_exchange(1.0 * ranks.num * np.array(e), np.full(ranks.num, 1.0 * sum(e)), ranks) for e in splits)
-    sizes, taught = [Collective("all_to_all", int(4 * size), ranks.num, ranks.per_node) for size in equal], len(EQUAL)
+    sizes = [Collective("all_to_all", int(4 * size), ranks.num, ranks.per_node) for size in equal]
     model = fit_collectives(sizes[:taught], [job.fabric] * taught, again[:taught])
     predicted, measured = model.seconds(sizes[taught:], job.fabric), again[taught:]
     return {"unequal exchanges": _errors(predicted, measured), "measured again": _errors(first[taught:], measured)}
@@ -241,28 +236,24 @@ def _placed_jobs(job: Job, predictor: Predictor, trials: int) -> dict[str, Job]:
     jobs = {name: placed(job, baseline_places(job, name)) for name in GREEDY}
     if has_torchrec():
         jobs["torchrec"] = placed(job, planner_places(job, _RUNNABLE))
-    tried = [*(placed(job, places) for places in found[:FULL]), *jobs.values()]
-    return {"search": min(tried, key=lambda one: predict(one, predictor).iteration_time_s), **jobs}
+    tried = [placed(job, places) for places in found[:FULL] if {place.kind for place in places} <= {*_RUNNABLE}]
+    return {"search": min([*tried, *jobs.values()], key=lambda one: predict(one, predictor).iteration_time_s), **jobs}
 
 
 def run_placements(options: argparse.Namespace) -> tuple[Any, str]:
     """Medians of steps on two ranks with the placements of each method, as multiples of the best one's."""
-    found, steps = defaultdict[str, list[float]](list), list[dict[str, Any]]()
-    options = argparse.Namespace(**vars(options), box=None)
+    found, options = defaultdict[str, list[float]](list), argparse.Namespace(**vars(options), box=None)
     predictor = _taught(options)
     for seed in range(options.seed, options.seed + options.tasks):
         jobs = _placed_jobs(drawn_job(seed, "sharding"), predictor, options.trials)
         measured = [float(np.median(rounds)) for _, rounds in _measured(seed, [*jobs.values()], options)]
-        for (name, job), seconds in zip(jobs.items(), measured, strict=True):
+        for name, seconds in zip(jobs, measured, strict=True):
             found[name].append(seconds / min(measured))
-            case = {"task": seed, "placement": name, "measured_s": seconds}
-            steps.append({**case, "predicted_s": predict(job, predictor).iteration_time_s})
-    told = dict[str, Any]()
+    told = {name: {"tasks": len(each), "regret": float(np.mean(each)) - 1.0} for name, each in found.items()}
     for name, ratios in found.items():
-        near = sum(ratio <= 1.05 for ratio in ratios)
-        told[name] = {"tasks": len(ratios), "regret": float(np.mean(ratios)) - 1.0, "within_5_percent": near}
+        told[name]["within_5_percent"] = sum(ratio <= 1.05 for ratio in ratios)
     columns = {"placement": "name", "tasks": "tasks", "regret": "regret", "within 5 %": "within_5_percent"}
-    return {**told, "steps": steps}, table_of([{"name": name, **each} for name, each in told.items()], columns, 4)
+    return told, table_of([{"name": name, **each} for name, each in told.items()], columns, 4)
 
 
 # Seconds by overhead and operator.  T1 lies between operators, T2 before an operator's first launch, T3 behind its last

@@ -227,7 +227,7 @@ def test_a_search_is_never_slower_than_a_rule() -> None:
     """Its best is what the full prediction says of all: few large tables are best by rows, though a search that ends
     early finds others.
     """
-    tables = [TableSpec(rows=10**7, dim=128, pooling=p, zipf=1.0) for p in (1, 40, 25)]
+    tables = [TableSpec(rows=10**7, dim=64, pooling=p, zipf=1.0) for p in (1, 40, 25)]
     job = some_job()
     job = replace(job, model=replace(job.model, tables=tuple(tables)))
     result = search(job, "roofline", trials=10, top=1)

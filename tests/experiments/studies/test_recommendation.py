@@ -31,7 +31,9 @@ def test_steps_are_judged_by_a_predictor_of_other_models(tmp_path: Path, monkeyp
     counts = {"models": 1, "rounds": 1, "event_seconds": 1.0, "torchrec": False, "box": None}
     told, _ = recommendation.run_steps(argparse.Namespace(out=tmp_path, **counts))
     assert {told[f"steps, {name}"]["judged"] for name in ("alone", "calibrated")} == {3}
-    assert {told[each]["judged"] for each in ("unequal exchanges", "measured again")} == {len(recommendation.SPLITS)}
+    assert {told[each]["judged"] for each in ("unequal exchanges", "measured again")} == {
+        len(recommendation.EXCHANGES["unequal"])
+    }
 
 
 def test_torchrecs_pipeline_trains_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +86,6 @@ def test_placements_are_measured_beside_each_other(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(recommendation, "SCRIPT", Path(__file__).parents[3] / recommendation.SCRIPT)
     counts = {"tasks": 1, "trials": 300, "seed": 0, "rounds": 1, "event_seconds": 1.0}
     told, _ = recommendation.run_placements(argparse.Namespace(out=tmp_path, **counts))
-    assert {case["placement"] for case in told.pop("steps")} >= told.keys()
     assert {"search", "size-greedy", "lookup-greedy", "norm-greedy", "random"} <= told.keys()
     assert min(each["regret"] for each in told.values()) >= 0.0
 
