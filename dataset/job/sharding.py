@@ -88,7 +88,7 @@ class ShardingSpec:
 
 
 class Lookup(NamedTuple):
-    """Lookups of one rank in tables of one type and location, which are one call."""
+    """Lookups of one rank in tables of one type, location and way to shard: one call, as in torchrec 1.8."""
 
     dtype: str  # of the rows
     dim: int  # of tables of several widths the mean, by what a lookup moves
@@ -221,8 +221,8 @@ def shard_amounts(table: TableSpec, kind: str, shards: int, location: str, ranks
     if kind == REPLICATED:
         return np.array([0.0, 0.0, 0.0, moved, *held, float(table.rows * table.dim), 0.0, 0.0, 0.0])
     received = float(ranks.samples * look.dim) / (ranks.per_node if in_node else 1)
-    by_rows = float(kind in (ROW, TABLE_ROW))
-    return np.array([float(look.indices), sums, in_node, moved, *held, 0.0, received, by_rows, 1.0 - by_rows])
+    calls = (1.0, 0.0) if kind in (ROW, TABLE_ROW) else (0.0, 1.0)
+    return np.array([float(look.indices), sums, in_node, moved, *held, 0.0, received, *calls])
 
 
 def loads_of(
@@ -322,7 +322,6 @@ def rank_tables(
     """The work of the rank whose lookups take longest, and the largest exchanges."""
     loads = loads_of(tables, places, ranks, spec)
     slowest, fullest = int(loads[:, MOVED].argmax()), int((loads[:, PARAMETERS] + loads[:, STATES]).argmax())
-    # torchrec has a call for each type, location and way to shard, whatever the widths (embedding_sharding.py, 1.8).
     own, replicas = dict[tuple[str, str, bool], list[Lookup]](), dict[tuple[str, str], list[Lookup]]()
     sent_indices, rows = 0.0, list[int]()
     for table, place in zip(tables, places, strict=True):
@@ -357,8 +356,8 @@ def joined(looks: Sequence[Lookup], optimizer: str) -> Lookup:
     moved = sum(look.dim * (look.indices + look.bags + 4 * look.distinct) for look in looks)
     step = math.gcd(4, *(look.dim for look in looks))  # FBGEMM's kernels take widths of four elements
     dim = step * round(moved / (indices + bags + 4 * distinct) / step)
-    state = row_state(optimizer, dim)
-    return Lookup(first.dtype, dim, first.location, indices, bags, distinct, missed, state, len(looks))
+    sums = indices, bags, distinct, missed, row_state(optimizer, dim), len(looks)
+    return Lookup(first.dtype, dim, first.location, *sums)
 
 
 # Means of these powers lie between mean and maximum: with a small one, later tables can still fill idle ranks.

@@ -234,8 +234,7 @@ def _placed_jobs(job: Job, predictor: Predictor, trials: int) -> dict[str, Job]:
     """A job with its tables placed by the search, by simple rules and by torchrec's planner, as the script can."""
     found, _ = search_places(_RunnableCosts(job, predict(job, predictor).latency), trials)
     jobs = {name: placed(job, baseline_places(job, name)) for name in GREEDY}
-    if has_torchrec():
-        jobs["torchrec"] = placed(job, planner_places(job, _RUNNABLE))
+    jobs |= {"torchrec": placed(job, planner_places(job, _RUNNABLE))} if has_torchrec() else {}
     tried = [placed(job, places) for places in found[:FULL] if {place.kind for place in places} <= {*_RUNNABLE}]
     return {"search": min([*tried, *jobs.values()], key=lambda one: predict(one, predictor).iteration_time_s), **jobs}
 
