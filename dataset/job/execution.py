@@ -60,6 +60,7 @@ class KernelSemantics:
     finds_scales: bool = False
     fp8_dynamic: bool = False  # weights too are cast where they are used, and inputs again in backward
     fp8_gathers: bool = True  # tensor-parallel ranks gather these operands in 8 bits
+    fp8_weights: bool = False  # FSDP casts the weights of linears and gathers 8 bits (enable_fsdp_float8_all_gather)
     fp8_attention: bool = False  # fused attention computes in 8 bits
     fp8_activations: bool = False  # the input of the MLP's activation is kept in 8 bits
     casts_by_group: bool = False  # the operands of grouped products are cast by a kernel for each group
@@ -149,7 +150,7 @@ def semantics_of(job: Job, device_kind: str = "gpu") -> ExecutionSemantics:
     """
     p, on_cpu = job.parallel, device_kind == "cpu"
     unsummed = on_cpu and p.pp > 1 and p.zero_stage == 0  # until the end of the schedule
-    key = _RELEVANT(job), on_cpu, p.zero_stage < 3, unsummed
+    key = _RELEVANT(job), on_cpu, p.zero_stage < 3, p.shards * p.cp > 1, unsummed
     if (found := _KNOWN.get(key)) is None:
         found = _KNOWN[key] = _semantics(job, on_cpu, unsummed)
     return found
@@ -172,6 +173,8 @@ def _semantics(job: Job, on_cpu: bool, unsummed: bool) -> ExecutionSemantics:
     m, p, batch = job.model, job.parallel, job.batch
     precision, stated, checkpoint = batch.precision, p.gradient_dtype, job.execution.checkpoint
     semantics = ENGINE_SEMANTICS[job.execution.engine or default_engine(precision)]
+    shares = p.zero_stage == 3 and p.shards * p.cp > 1  # parameters
+    dynamic = precision == "fp8" and batch.fp8_scaling in ("dynamic", "rowwise")
     kernels, states, main = semantics.kernels, semantics.states, PURE.get(precision, "fp32")
     if checkpoint:
         repeats = checkpoint == REENTRANT
@@ -189,8 +192,9 @@ def _semantics(job: Job, on_cpu: bool, unsummed: bool) -> ExecutionSemantics:
         accumulation=kernels.accumulation if modules else sums,
         casts_parameters=kernels.casts_parameters and COMPUTE_DTYPE[precision] != main,
         finds_scales=precision == "nvfp4" or (precision == "fp8" and batch.fp8_scaling not in ("delayed", "mxfp8")),
-        fp8_dynamic=precision == "fp8" and batch.fp8_scaling in ("dynamic", "rowwise"),
+        fp8_dynamic=dynamic,
         fp8_gathers=batch.fp8_scaling != "rowwise",
+        fp8_weights=dynamic and batch.fp8_parameters and batch.fp8_scaling != "rowwise" and shares,
         fp8_attention=batch.fp8_attention and precision in QUANTIZED,
         fp8_activations=batch.fp8_activations and precision in QUANTIZED,
         casts_by_group=precision == "fp8" and batch.fp8_scaling == "mxfp8",
@@ -203,7 +207,7 @@ def _semantics(job: Job, on_cpu: bool, unsummed: bool) -> ExecutionSemantics:
         scales_loss=scales,
         main_gradients=scales and states.main_copy,
         scatters_sums=p.reduce_scatter,
-        narrow_parameters=states.main_copy and batch.fp8_parameters and precision in QUANTIZED,
+        narrow_parameters=states.main_copy and batch.fp8_parameters and precision in QUANTIZED and not dynamic,
     )
     overlap = OverlapSemantics(
         gradients=p.overlap_grad_reduce and not unsummed,

@@ -118,6 +118,9 @@ def linear(
     """
     bias = shape.model.has_bias if bias is None else bias
     weights = (n, n * k) if bias_first else (n * k, n)
+    here = again = cast_again(shape, n * k)
+    if shape.kernels.fp8_weights:  # cast before they are gathered; the other layout is a copy (float8_ops.py, 2024)
+        here, again = (), (shape.op("copy", n * k // 2),)
     weight_grad = (
         *cast_again(shape, rows * k),
         shape.gemm("linear_wgrad", rows, n, k),
@@ -126,10 +129,11 @@ def linear(
     )
     return Step(
         name,
-        (*cast(shape, rows * k), *cast_again(shape, n * k), shape.gemm("linear", rows, n, k)),
-        (*cast(shape, rows * n), *cast_again(shape, n * k), shape.gemm("linear_dgrad", rows, n, k)),
+        (*cast(shape, rows * k), *here, shape.gemm("linear", rows, n, k)),
+        (*cast(shape, rows * n), *again, shape.gemm("linear_dgrad", rows, n, k)),
         weight_grad,
         weights if bias else (n * k,),
+        narrow=n * k if shape.kernels.fp8_weights else 0,
         weight_grad_first=not bias and not shape.quantizes,  # the cast gradient serves both: input's comes first
         replicated=replicated,
         saved=(kept((input_rows or rows) * k * shape.gemm_bytes, keeps),),

@@ -221,7 +221,8 @@ def traffic(sharing: Sharing, sent: Collectives, layers: Floats, numel: Floats, 
         gathering = gathering_of((p.zero_stage, p.pp > 1), sharing.semantics, beside=sharing.beside)
         each, once = nothing, nothing
         for which, group in enumerate(groups):
-            gather = sent.seconds(group, "all_gather", numel[:, which] * size)
+            less = 2 if sharing.semantics.kernels.fp8_weights and not which else 1  # of all but norms and biases
+            gather = sent.seconds(group, "all_gather", numel[:, which] * size / less)
             grads = DTYPE_BYTES[sharing.semantics.states.gradient_dtype]
             scatter = sent.seconds(group, "reduce_scatter", numel[:, which] * grads)
             gathers, scatters = layers @ gather, layers @ scatter

@@ -43,6 +43,7 @@ class BlockMemory:
     frozen: int
     expert_frozen: int
     kept: float  # from forward to backward
+    narrow: int  # of parameters that FSDP gathers in 8 bits
     deferred: float  # from the input's gradient to the parameters', where backward is split
     output_gradients: float  # of all steps with parameters: what PyTorch's split adds to what is kept
     weight: float  # what the parameters' half works on beside what was deferred
@@ -56,7 +57,8 @@ class BlockMemory:
 
 
 _PARAMETERS = ("parameters", "frozen")
-_SUMS = ("numel", "expert_numel", "frozen", "expert_frozen", "deferred", "output_gradients")  # over blocks of a part
+# over blocks of a part
+_SUMS = ("numel", "expert_numel", "frozen", "expert_frozen", "narrow", "deferred", "output_gradients")
 
 
 @cached(4096)
@@ -110,6 +112,7 @@ def block_memory(
     return BlockMemory(
         **dict(zip(_SUMS[:4], sizes, strict=True)),
         kept=kept,
+        narrow=sum(step.narrow for step in block),
         deferred=sum(
             size + _output_gradients(step) for step, size in zip(block, saved, strict=True) if _products(step)
         ),
@@ -214,8 +217,8 @@ class _Run:
 
     @property
     def held(self) -> int:
-        """Elements with those that are not trained."""
-        return self.numel + self.block.frozen + self.block.expert_frozen
+        """Elements with those that are not trained; those that are gathered in 8 bits count half."""
+        return self.numel + self.block.frozen + self.block.expert_frozen - self.block.narrow // 2
 
 
 @cached(4096)

@@ -297,7 +297,7 @@ class Gathering:
     # whether gradients stay whole until those of the last micro-batch are there (in a pipeline)
     reduce_once: bool = False
     lists: bool = False  # as gathers_lists of OverlapSemantics
-    casts: bool = False  # whether a rank casts its part before it is gathered (FSDP2's MixedPrecisionPolicy)
+    casts: bool = False  # whether a rank casts its part before it is gathered (MixedPrecisionPolicy; to 8 bits)
 
 
 @hashed_once
@@ -388,7 +388,7 @@ def gathering_of(zero: tuple[int, bool], semantics: ExecutionSemantics, *, besid
         overlap.reshard,
         reduce_once=zero_stage == 3 and pipelined and beside,
         lists=overlap.gathers_lists,
-        casts=semantics.kernels.casts_parameters,
+        casts=semantics.kernels.casts_parameters or semantics.kernels.fp8_weights,
     )
 
 

@@ -3,7 +3,7 @@
 Equal blocks in a row are one unit.  What an engine does beside the blocks is in ``dataset.job.execution``.  With
 autograd's accumulation, gradients are added by one ``add`` for each parameter tensor, and DDP scales each into its
 bucket (``copy``), which it sends once it holds ``bucket_mbytes`` (an explicit size leaves no smaller first bucket).
-All-gathers carry parameters in the training type.
+All-gathers carry parameters in the training type, or linears' weights in 8 bits (``KernelSemantics.fp8_weights``).
 """
 
 from __future__ import annotations
@@ -60,10 +60,12 @@ class Unit:
 
     @property
     def held(self) -> Tensors:
-        """The same with those that are frozen."""
-        frozen = ([n for step in self.block if step.expert == expert for n in step.frozen] for expert in (False, True))
-        others, experts = (own + tuple(more) for own, more in zip(self.tensors, frozen, strict=True))
-        return others, experts
+        """The same with those that are frozen, as FSDP gathers them: a weight in 8 bits counts half its elements."""
+        found: tuple[list[int], list[int]] = ([], [])
+        for step in reversed(self.block):
+            own = step.parameters + step.frozen
+            found[step.expert].extend([-(-numel // 2) if numel == step.narrow else numel for numel in own])
+        return tuple(found[0]), tuple(found[1])
 
 
 _TENSORS: Memo[int, tuple[Block, Tensors]] = Memo("tensors of blocks", 20_000)

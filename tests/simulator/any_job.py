@@ -122,6 +122,7 @@ def jobs(draw: st.DrawFn, *, uneven_cluster: bool = False) -> Job:
                 global_batch=2 * micro_batches * dp,
                 precision=one_of(*precisions),
                 fp8_scaling=one_of("delayed", "current", "dynamic"),
+                fp8_parameters=one_of(False, True),
             ),
             optimizer=OptimizerSpec(
                 kind=one_of("adam", "adamw"),

@@ -257,6 +257,12 @@ def test_torchtitan_of_2025(tmp_path: Path) -> None:
     assert (job.cluster.num_devices, job.hardware_name, job.model.eager_kernels) == (128, "h100-sxm-80gb", False)
 
 
+@pytest.mark.parametrize(("text", "narrow"), [("", False), ("enable_fsdp_float8_all_gather = true\n", True)])
+def test_torchtitan_gathers_in_8_bits_where_a_file_says_so(tmp_path: Path, text: str, narrow: bool) -> None:
+    batch = read(tmp_path, {"llama3_405b.toml": f"{TITAN}[float8]\n{text}"}).job.batch
+    assert (batch.fp8_scaling, batch.fp8_parameters) == ("dynamic", narrow)
+
+
 def test_torchtitan_of_2024(tmp_path: Path) -> None:
     job = read(tmp_path, {"llama3_70b.toml": TITAN_2024}).job
     p = job.parallel

@@ -248,6 +248,17 @@ def test_parameters_stay_gathered_in_a_pipeline(make_job: JobMaker, gpu: Hardwar
     assert stay.activations == few.activations
 
 
+def test_weights_gathered_in_8_bits_are_kept_so(make_job: JobMaker, gpu: Hardware) -> None:
+    """Of the middle stage, which has no table, all layers stay gathered: norms alone in 16 bits."""
+    way = {"pp": 3, "dp": 8, "zero_stage": 3, "reshard_after_forward": False, "precision": "fp8"}
+    job = make_job(**way, model={"family": "llama", "layers": 9, "seq_len": 2048})
+    batches = [replace(job.batch, fp8_scaling="dynamic", fp8_parameters=narrow) for narrow in (False, True)]
+    wide, narrow = (estimate_memory(replace(job, batch=batch), gpu).stages[1] for batch in batches)
+    m = job.model
+    assert wide.temporary - narrow.temporary == pytest.approx(3 * (4 * m.hidden**2 + 3 * m.hidden * m.ffn))
+    assert (wide.parameters, wide.gradients) == (narrow.parameters, narrow.gradients)
+
+
 @pytest.mark.parametrize(
     ("precision", "gradient_dtype", "narrow", "bytes_per_parameter"),
     [

@@ -40,6 +40,23 @@ def arriving(job: Job) -> list[tuple[int, bool]]:
     return found
 
 
+@pytest.mark.parametrize(("scaling", "narrow"), [("dynamic", True), ("rowwise", False), ("delayed", False)])
+def test_torchao_gathers_weights_of_linears_in_8_bits(
+    make_job: JobMaker, gpu: Hardware, scaling: str, narrow: bool
+) -> None:
+    """One byte an element, and two for norms and the table; with a scale for each row all is gathered in 16 bits."""
+    job = make_job(dp=4, zero_stage=3, micro_batches=1, precision="fp8", model={"family": "llama"})
+    job = replace(job, batch=replace(job.batch, fp8_scaling=scaling, fp8_parameters=True))
+    m, layers = job.model, job.model.layers
+    linears = 4 * m.hidden**2 + 3 * m.hidden * m.ffn
+    others = layers * 2 * m.hidden + m.hidden + 2 * m.vocab * m.hidden
+    forward, backward = (lower(job, gpu).program(label, 0, 0) for label in ("forward", "backward"))
+    gathered = sum(work.num_bytes for work in sent(forward, "all_gather"))
+    assert gathered == (1 if narrow else 2) * layers * linears + 2 * others
+    reduced = sum(work.num_bytes for work in sent(backward, "reduce_scatter"))
+    assert reduced == 4 * (layers * linears + others)
+
+
 def greedy(gradients: list[tuple[int, bool]], expert: bool, limit: float) -> list[int]:
     """Bytes of buckets: each is sent when it holds ``limit`` bytes, the last holds the rest."""
     buckets: list[int] = []
