@@ -297,7 +297,7 @@ class Gathering:
     # whether gradients stay whole until those of the last micro-batch are there (in a pipeline)
     reduce_once: bool = False
     lists: bool = False  # as gathers_lists of OverlapSemantics
-    casts: bool = False  # whether a rank casts its part before it is gathered (MixedPrecisionPolicy; to 8 bits)
+    casts: bool = False  # whether a rank casts its part before it is gathered (MixedPrecisionPolicy of FSDP2, torchao)
 
 
 @hashed_once
