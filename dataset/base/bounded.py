@@ -86,13 +86,17 @@ def reason(error: Exception) -> str:
 
 @contextmanager
 def parsing(rule: str, kind: type[StepsightError]) -> Iterator[None]:
-    """Raise ``kind`` with a rule for a file and the problem, where reading the file fails; its own errors pass."""
+    """Raise ``kind`` with a rule for a file and the problem, where reading the file fails; its own errors pass.
+
+    If the file that failed is another than the rule's, as a table of a folder, it is named too.
+    """
     try:
         yield
     except kind:
         raise
     except (OSError, EOFError, *MALFORMED) as error:
-        raise kind(f"{rule}: {reason(error)}") from None
+        name = Path(str(error.filename)).name if isinstance(error, OSError) and error.filename else ""
+        raise kind(f"{rule}: {name + ': ' if name not in rule else ''}{reason(error)}") from None
 
 
 def read_file(path: Path) -> bytes:

@@ -19,6 +19,7 @@ from stepsight.dataset.base.bounded import (
     MAGIC,
     MOST_KEY_PARTS,
     ReadError,
+    parsing,
     read_file,
     read_footer,
     read_parquet,
@@ -276,3 +277,13 @@ def test_a_file_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     path.write_bytes(_written() + b"x")
     with pytest.raises(ReadError, match="must be a whole Parquet file"):
         read_parquet(path)
+
+
+def test_the_file_that_fails_is_named_once(tmp_path: Path) -> None:
+    """A rule may be about a folder or another file than the one that cannot be read."""
+    path = tmp_path / "one.nodes.parquet"
+    held = ((f"{tmp_path} must hold tables", f"{path.name}: No such file"), (f"{path} is a table", "No such"))
+    for rule, told in held:
+        with pytest.raises(TraceError) as caught, parsing(rule, TraceError):
+            read_file(path)
+        assert str(caught.value).startswith(f"{rule}: {told}")
