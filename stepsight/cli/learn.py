@@ -39,7 +39,7 @@ def train_command(
     fabric: str = "",
     samples: Annotated[int, typer.Option(min=0)] = 0,
     context: str = "auto",
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     tracking_uri: str | None = None,
 ) -> Answer:
     """Train a predictor on collections, or on tables of a device's ops and collectives; record it in MLflow.

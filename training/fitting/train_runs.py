@@ -67,7 +67,7 @@ def train(
     Raises:
         TraceError: If a folder is not a collection, no collection holds measurements, or some are of another device.
         PredictorError: If ``out`` exists and is no predictor.
-        StepsightError: If ``context`` is unknown.
+        StepsightError: If ``context`` is unknown, or ``seed`` negative.
 
     Example:
         >>> predictor = train(["runs/mine"], "runs/predictor", hardware_name="my-gpu")  # doctest: +SKIP
@@ -75,6 +75,8 @@ def train(
     """
     if context not in CONTEXT_FORMS:
         raise StepsightError(f"context must be one of {', '.join(CONTEXT_FORMS)}, got {context!r:.80}")
+    if seed < 0:
+        raise StepsightError(f"seed must be a number >= 0, got {seed}")
     folders, out = [Path(folder) for folder in collections], Path(out)
     uri, say = begin_training(out, tracking_uri, progress)
     say("reading event profiles and traces")

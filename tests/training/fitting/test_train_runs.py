@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlflow import MlflowClient
 
-from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.base.errors import StepsightError, TraceError
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
@@ -159,6 +159,12 @@ def test_the_saved_predictor_is_the_trained_one_and_is_registered(trained: tuple
 def test_other_hardware_is_refused_before_anything_is_written(collection: Path, tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"cluster\.hardware must be 'other', got 'toy'"):
         train([collection], tmp_path / "p", hardware_name="other", progress=False)
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_negative_seed_is_refused_before_anything_is_written(collection: Path, tmp_path: Path) -> None:
+    with pytest.raises(StepsightError, match="seed must be a number >= 0, got -1"):
+        train([collection], tmp_path / "p", seed=-1, progress=False)
     assert not (tmp_path / "p").exists()
 
 
