@@ -95,6 +95,8 @@ class EventBlocks:
         if not text.strip():
             raise TraceError(f"a trace must hold JSON, got an empty file {self._path}")
         tree = self._parse(text)
+        if isinstance(tree, dict) and "traceEvents" in tree:
+            tree = tree["traceEvents"]
         keys = f"keys {', '.join(sorted(map(str, tree))[:8])}" if isinstance(tree, dict) else type(tree).__name__
         raise TraceError(f"a Kineto trace must hold a list traceEvents, got {keys} in {self._path}")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from stepsight.dataset.base.bounded import read_toml
+from stepsight.dataset.base.bounded import read_toml, reason
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.base.files import read_document
 from stepsight.dataset.base.registry import did_you_mean
@@ -320,10 +320,10 @@ class Space:
             raise StepsightError(f"a space must be {', '.join(SPACES)} or the path of a .toml file, got {value!s:.80}")
         try:
             return cls.of(read_toml(Path(value)))
-        except OSError as error:
-            raise StepsightError(f"cannot read the space {value!s:.200}: {error.strerror}") from None
-        except ValueError as error:
+        except StepsightError as error:
             raise StepsightError(f"{value!s:.200}: {error}") from None
+        except (OSError, ValueError) as error:
+            raise StepsightError(f"cannot read the space {value!s:.200}: {reason(error)}") from None
 
 
 def _is_number(value: Any, least: int) -> bool:

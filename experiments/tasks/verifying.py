@@ -24,11 +24,11 @@ from stepsight.training.predictor.predictor import Predictor
 ROLE = "verify"  # role of the runs: they never train a predictor
 
 
-def strategies_of(job: Job, found: Mapping[str, Any]) -> list[Job]:
-    """The strategies of a search that fit in memory, best first."""
+def strategies_of(job: Job, found: Mapping[str, Any], file: str = "a search's result") -> list[Job]:
+    """The strategies of a search that fit in memory, best first; ``file``: what an error calls ``found``."""
     rows = found.get("choices") or found.get("top")
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
-        rule = "a search's result must hold `choices` or `top`"
+        rule = f"{file} must hold `choices` or `top`"
         raise CollectError(f"{rule}: write it with `stepsight search JOB --json`")
     tables = {"parallel": ParallelSpec, "batch": BatchSpec}
     known = {section: {item.name for item in fields(spec)} for section, spec in tables.items()}

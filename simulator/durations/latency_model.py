@@ -182,6 +182,8 @@ def named_latency(name: str, hardware: presets.Hardware, fabric: presets.Fabric)
         PredictorError: If there is none, or what it makes gives no durations.
     """
     if ":" in name and name not in LATENCIES:
+        if EntryPoint.pattern.match(name) is None:
+            raise PredictorError(f"--latency {name!r:.80} must be module:function, with names of Python")
         try:
             maker = _maker(name, EntryPoint(name, name, LATENCIES.group).load())
         except (ImportError, AttributeError, ValueError, SyntaxError) as error:

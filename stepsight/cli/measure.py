@@ -105,7 +105,7 @@ def plan_profile_command(
     job: list[Path] | None = None,
     devices: Positive = 1,
     out: Annotated[Path, "-o", Written((".json",))] = Path("plan.json"),
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> Answer:
     """Choose what to measure first on a new device, and write it as a plan for the harness.
 
@@ -193,7 +193,7 @@ def verify_command(
     if search is not None:
         with parsing(f"the result of a search must be JSON, got {search}", StepsightError):
             found = read_json(search)
-        read = strategies_of(read[0], found if isinstance(found, dict) else {})
+        read = strategies_of(read[0], found if isinstance(found, dict) else {}, str(search))
     elif top is not None:
         from stepsight.experiments.search.search import search as search_strategies
 

@@ -33,6 +33,14 @@ def test_a_bare_list_of_events_is_read(tmp_path: Path) -> None:
     assert len([event for part in EventBlocks(path, 100) for event in part]) == len(tiny_step().events)
 
 
+@pytest.mark.parametrize("text, told", [('{"traceEvents": null}', "NoneType"), ('{"a": 1}', "keys a"), ("3", "int")])
+def test_what_stands_in_place_of_events_is_named(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(text)
+    with pytest.raises(TraceError, match=f"must hold a list traceEvents, got {told} in"):
+        list(EventBlocks(path, 100))
+
+
 @pytest.mark.parametrize("share", [0.3, 0.7, 0.99])
 @pytest.mark.parametrize("block", [200, 2**20])
 def test_a_truncated_file_is_refused(tmp_path: Path, share: float, block: int) -> None:

@@ -80,6 +80,12 @@ def test_spaces_from_names_and_files(tmp_path: Path) -> None:
         Space.of("huge")
     with pytest.raises(StepsightError, match="cannot read the space"):
         Space.of(tmp_path / "none.toml")
+    path.write_text("x")
+    with pytest.raises(StepsightError, match=r"cannot read the space .*space\.toml: Expected '='"):
+        Space.of(path)
+    path.write_text("unknown = 1")
+    with pytest.raises(StepsightError, match=r"space\.toml: a space has .*got 'unknown'"):
+        Space.of(path)
 
 
 def test_strategies_leave_nothing_open(job: Job) -> None:

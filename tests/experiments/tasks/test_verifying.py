@@ -41,6 +41,8 @@ def test_strategies_of_a_search_become_jobs_again() -> None:
 def test_a_file_that_is_no_search_is_refused(found: dict[str, Any]) -> None:
     with pytest.raises(CollectError, match="search's result"):
         strategies_of(tiny(), found)
+    with pytest.raises(CollectError, match=r"found\.json must hold `choices` or `top`"):
+        strategies_of(tiny(), found, "found.json")
 
 
 def test_a_strategy_of_another_job_is_refused() -> None:

@@ -88,3 +88,6 @@ def test_what_cannot_be_found_is_named() -> None:
         named_latency("abacus", GPU, LINKS)
     with pytest.raises(PredictorError, match="must take 2"):
         named_latency("math:floor", GPU, LINKS)
+    for name in (":", "math:", ":floor", "math:floor:pow"):
+        with pytest.raises(PredictorError, match=f"'{name}' must be module:function"):
+            named_latency(name, GPU, LINKS)
