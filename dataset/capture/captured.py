@@ -218,7 +218,7 @@ def graph_of_record(record: dict[str, Any], local_size: int) -> CapturedRank:
     edges = edges[np.sort(once)]
     graph = Program.of_columns(
         rank=record["rank"], world_size=record["world_size"], device=record.get("device", "cuda"),
-        device_name="captured", columns=columns, edge_columns=dict(zip(EDGE_COLUMNS, edges.T, strict=True)),
+        device_name="", columns=columns, edge_columns=dict(zip(EDGE_COLUMNS, edges.T, strict=True)),
         streams=tuple(record["streams"]), names=tuple(record["names"]), works=tuple(works),
         groups=tuple((name, tuple(ranks)) for name, ranks in record["groups"]), steps_s=np.zeros((1, 2)),
         warnings=tuple(record["notes"]), events=len(record["nodes"]),

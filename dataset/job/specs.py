@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from stepsight.dataset.base.caching import cached, hashed_once
 from stepsight.dataset.base.errors import shorten
 from stepsight.dataset.base.files import preset
-from stepsight.dataset.base.registry import Registry
+from stepsight.dataset.base.registry import Registry, did_you_mean
 from stepsight.dataset.hardware.hardware_facts import LaunchCalls
 from stepsight.dataset.job.model_spec import ModelSpec as ModelSpec
 from stepsight.dataset.job.sharding import LOCATIONS, RULES, SPARSE_OPTIMIZERS
@@ -368,7 +368,8 @@ def spec_from_table(section: str, spec: type, table: Mapping[str, Any]) -> tuple
     known, hints = {f.name: f for f in fields(spec)}, _hints(spec)
     problems = [f"unknown key {section}.{shorten(key)}" for key in sorted(map(str, table)) if key not in known]
     if problems:
-        problems[0] += f" (known: {', '.join(sorted(known))})"
+        first = next(key for key in sorted(map(str, table)) if key not in known)
+        problems[0] += f" (known: {', '.join(sorted(known))}){did_you_mean(first, known)}"
     missing = [name for name, f in known.items() if f.default is f.default_factory and name not in table]
     problems += [f"missing key {section}.{name}" for name in missing]
     values = dict(table) if not problems else {}

@@ -38,7 +38,7 @@ def test_defaults_are_filled() -> None:
         ({"model": {"kv_heads": 3}}, "kv_heads must divide heads, got 8 % 3 = 2"),
         ({"model": {"layers": 10**20}}, "model.layers must be > 0 and <= 10000"),
         ({"batch": {"global_batch": 2**30}}, r"micro-batches \* pp must be <= 1048576, got"),
-        ({"model": {"laeyrs": 3}}, "unknown key model.laeyrs"),
+        ({"model": {"laeyrs": 3}}, r"unknown key model.laeyrs \(known: .*\) \(did you mean 'layers'"),
         ({"model": {"layers": 0}}, "model.layers must be > 0 and <= 10000, got 0"),
         ({"model": {"layers": True}}, "model.layers must be a whole number, got True"),
         ({"model": {"hidden": "256"}}, "model.hidden must be a whole number, got '256'"),

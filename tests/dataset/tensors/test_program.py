@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stepsight.dataset.base.errors import CaptureError
+import stepsight
+from stepsight.dataset.base.errors import CaptureError, PredictorError
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tensors.program import TensorProgram
 
@@ -172,6 +173,13 @@ def test_ranks_become_programs_with_their_part_of_the_work(files: Path) -> None:
     kinds = [Counter(n.work.kind for n in rank.graph.nodes) for rank in captured.ranks]
     assert kinds[0]["send_recv"] == kinds[1]["send_recv"] and all(kind["adamw"] == 1 for kind in kinds)
     assert all(rank.peak_bytes > 0 for rank in captured.ranks)
+
+
+def test_what_was_never_on_a_device_names_none(files: Path) -> None:
+    (rank,) = TensorProgram.load(files / "mlp.onnx").captured().ranks
+    with pytest.raises(PredictorError, match="names no device: set its device_name"):
+        stepsight.predict(rank.graph)
+    assert stepsight.predict(rank.graph.replace(device_name="h100-sxm-80gb")).iteration_time_s > 0
 
 
 def work_of(program: TensorProgram) -> float:
