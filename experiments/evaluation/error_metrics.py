@@ -339,7 +339,7 @@ def score(row: Row, predictor_of: PredictorOf) -> Scored:
     groups = [
         run.group for run in published.runs if run.source == row.source and is_copy(job, row.measured_s, [run.digest])
     ]
-    near = taught.with_published(replace(published.without(group=(*groups, ())[0]), asked_of=row.source))
+    near = taught.with_published(replace(published.without(group=groups[0] if groups else ()), asked_of=row.source))
     known = _scored(row, every, near, row.source)
     return replace(scored, known=(known.predicted_s, known.low_s, known.high_s))
 
