@@ -10,7 +10,7 @@ from typing import Any
 
 from stepsight.dataset.base.bounded import parsing
 from stepsight.dataset.base.caching import without_collection
-from stepsight.dataset.base.errors import TraceError, printable
+from stepsight.dataset.base.errors import TraceError, printable, shorten
 from stepsight.dataset.base.files import digest, digest_files, new_folder, preset, read_json, write_json, write_text
 from stepsight.dataset.graph.graph_table import (
     DTYPES,
@@ -53,7 +53,7 @@ def make_dataset(
     folders = [folder for collection in collections for folder in run_folder.run_folders(collection)]
     table, runs, warnings = read_graph_table(folders, scopes, on_run, unmeasured)
     version = digest(str(FORM), "observed steps left out", *sorted(run["group"] for run in runs), *kind_names())
-    told = _counts(table) | {"version": version, "runs": len(runs), "warnings": list(dict.fromkeys(warnings))}
+    told = _counts(table) | {"version": version, "runs": len(runs), "warnings": warnings}
     index = {
         "form": FORM,
         "version": told["version"],
@@ -106,21 +106,21 @@ def read_graph_table(
     where = [folder.resolve() for folder in folders]
     if len(set(where)) < len(where):
         raise TraceError(f"every run must be named once, got {len(where) - len(set(where))} twice")
-    tables, runs, warnings = list[GraphTable](), list[dict[str, Any]](), list[str]()
+    tables, runs, about_runs = list[GraphTable](), list[dict[str, Any]](), dict[str, list[str]]()
     every: list[Path | UnmeasuredRun] = [*folders, *unmeasured]
     for number, run in enumerate(every):
         if isinstance(run, Path) and not run_folder.has_traces(run):
-            warnings.append(f"run {run.name}: only timed, not traced: left out")
+            about_runs.setdefault("only timed, not traced: left out", []).append(run.name)
             continue
         if isinstance(run, Path):
-            found, about = _run_tables(run, scopes, warnings)
+            found, about = _run_tables(run, scopes, about_runs)
         else:
             group = digest(run.name, *(str(node.work) for graph in run.graphs for node in graph.nodes))
             about = describe_run(run.name, run.job, run.graphs) | {"group": group, "role": ""}
             about["ranks"] = [graph.rank for graph in run.graphs]
             found = _tables(run.graphs, run.segments if "segment" in scopes else (), scopes)
         if not found:
-            warnings.append(f"run {run.name}: no traced step, left out")
+            about_runs.setdefault("no traced step, left out", []).append(run.name)
             continue
         for table in found:
             table.about |= {name: [about.get(name, number)] * len(table) for name in (*_OF_RUN, "role", "source")}
@@ -130,6 +130,10 @@ def read_graph_table(
             on_run(number + 1, len(every))
     if not tables:
         raise TraceError(f"a dataset needs at least one run with a traced step, got none of {len(folders)}")
+    warnings = []
+    for text, names in about_runs.items():
+        own = list(dict.fromkeys(names))
+        warnings.append(f"run{'s' * (len(own) > 1)} {shorten(', '.join(own), 200)}: {text}")
     compiled = [run["run"] for run in runs if run.get("compiled")]
     if 0 < len(compiled) < len(runs):
         warnings.append(
@@ -138,13 +142,16 @@ def read_graph_table(
     return GraphTable.joined(tables), runs, warnings
 
 
-def _run_tables(folder: Path, scopes: Sequence[str], warnings: list[str]) -> tuple[list[GraphTable], dict[str, Any]]:
-    """Graphs of a run, none if no step of it was traced, and its metadata."""
+def _run_tables(
+    folder: Path, scopes: Sequence[str], about_runs: dict[str, list[str]]
+) -> tuple[list[GraphTable], dict[str, Any]]:
+    """Graphs of a run, none if no step of it was traced, and its metadata; ``about_runs``: runs by warning."""
     trace = None if run_folder.is_imported(folder) else run_folder.read_run(folder, executions="step" in scopes)
     run = run_folder.run_graphs(folder) if trace is None else run_folder.traced_run(trace)
     if not any(len(graph.steps_s) for graph in run.graphs):
         return [], {}
-    warnings += [f"run {run.name}: {each}" for graph in run.graphs for each in graph.warnings]
+    for each in (each for graph in run.graphs for each in graph.warnings):
+        about_runs.setdefault(each, []).append(run.name)
     if trace is None or "step" in scopes:
         timed_s = run_folder.read_imported(folder).timed_s if trace is None else run.iteration_s
         about = describe_run(run.name, run.job, run.graphs, timed_s)

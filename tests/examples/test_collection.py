@@ -21,6 +21,8 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> TraceGraphs:
     told = make_dataset([COLLECTION], folder)
     (mixed,) = [text for text in told["warnings"] if "mixed" in text]
     assert mixed.count("-dp") == 2  # the compiled runs
+    (slowed,) = [text for text in told["warnings"] if "slowed by" in text]  # once, not for each of its runs
+    assert slowed.startswith("runs ")
     return TraceGraphs(folder)
 
 
