@@ -366,10 +366,10 @@ _hints = cached(64)(get_type_hints)  # evaluating them costs more than checking 
 def spec_from_table(section: str, spec: type, table: Mapping[str, Any]) -> tuple[Any, list[str]]:
     """One table as its dataclass (None if that is not possible), and everything that is wrong with it."""
     known, hints = {f.name: f for f in fields(spec)}, _hints(spec)
-    problems = [f"unknown key {section}.{shorten(key)}" for key in sorted(map(str, table)) if key not in known]
-    if problems:
-        first = next(key for key in sorted(map(str, table)) if key not in known)
-        problems[0] += f" (known: {', '.join(sorted(known))}){did_you_mean(first, known)}"
+    unknown = [key for key in sorted(map(str, table)) if key not in known]
+    problems = [f"unknown key {section}.{shorten(key)}" for key in unknown]
+    if unknown:
+        problems[0] += f" (known: {', '.join(sorted(known))}){did_you_mean(unknown[0], known)}"
     missing = [name for name, f in known.items() if f.default is f.default_factory and name not in table]
     problems += [f"missing key {section}.{name}" for name in missing]
     values = dict(table) if not problems else {}

@@ -150,8 +150,9 @@ def _run_tables(
     run = run_folder.run_graphs(folder) if trace is None else run_folder.traced_run(trace)
     if not any(len(graph.steps_s) for graph in run.graphs):
         return [], {}
-    for each in (each for graph in run.graphs for each in graph.warnings):
-        about_runs.setdefault(each, []).append(run.name)
+    for graph in run.graphs:
+        for each in graph.warnings:
+            about_runs.setdefault(each, []).append(run.name)
     if trace is None or "step" in scopes:
         timed_s = run_folder.read_imported(folder).timed_s if trace is None else run.iteration_s
         about = describe_run(run.name, run.job, run.graphs, timed_s)

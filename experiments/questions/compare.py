@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,8 +48,7 @@ class Side:
 def predicted_side(prediction: Prediction, name: str) -> Side:
     """A job with its prediction."""
     memory_gb, simulation = round(prediction.memory.peak_bytes / 1e9, 2), prediction.simulation
-    near = prediction.published
-    slower = None if near is None else round(100 * math.expm1(near.log_factor), 1)
+    slower = None if prediction.published is None else round(prediction.published.percent_slower, 1)
     facts = {**_flat(prediction.job), "source": prediction.source, "memory_gb": memory_gb, "published_runs": slower}
     each = dict(zip(simulation.lowered.all_works, simulation.work_seconds.tolist(), strict=True))
     scale = prediction.iteration_time_s / simulation.iteration_time_s

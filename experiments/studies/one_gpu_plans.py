@@ -179,7 +179,6 @@ def _plan(
 
 
 HELDOUT_PART = 0.15  # share of all ops, and of the (n, k), widths and lengths of each family
-_ROW_WISE = ("norm", "embedding", "loss", "reduce")
 VARIANT_FAMILIES = ("norm", "elementwise", "loss")  # if compiled kernels may replace eager ones
 OpSpace = SimpleNamespace  # what random jobs are made of, the share of each family of ops, and limits of an op
 
@@ -235,8 +234,13 @@ def draw(space: OpSpace, count: int, hardware: Hardware, seed: int, families: Co
 
 def likeness(op: Op) -> tuple[Hashable, ...]:
     """The properties of a held-out op that no training op has: see the module."""
-    dims = {"gemm": op.dims[1:], "attention": op.dims[3::2]}  # of attention the sequence and the size of a head
-    return (op.family, *(op.dims[1:2] if op.family in _ROW_WISE else dims.get(op.family, op.dims)))
+    if op.family == "gemm":
+        return (op.family, *op.dims[1:])
+    if op.family == "attention":
+        return (op.family, op.dims[5], op.dims[3])
+    if op.family in ("norm", "embedding", "loss", "reduce"):
+        return (op.family, op.dims[1])
+    return (op.family, *op.dims)
 
 
 def split(drawn: Sequence[Op], needed: Iterable[Op], unseen: Iterable[Op], seed: int) -> tuple[list[Op], list[Op]]:

@@ -22,7 +22,7 @@ from stepsight.dataset.job.execution import ExecutionSemantics, StateSemantics, 
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
 from stepsight.simulator.blocks.step import Group, RankShape
-from stepsight.simulator.clock.engine import DATA, RUN, SECOND
+from stepsight.simulator.clock.engine import DATA, SECOND
 from stepsight.simulator.clock.track import Track, find_track
 from stepsight.simulator.programs import sizes
 from stepsight.simulator.programs.block_pass import BACKWARD as WHOLE
@@ -125,13 +125,7 @@ def iteration_flops(lowered: Lowered) -> tuple[float, float]:
 
 def looked_up_bytes(lowered: Lowered) -> float:
     """Bytes that lookups in embedding tables read and write in an iteration: of one rank of each stage, summed."""
-    total = 0.0
-    for segment in (lowered.segments[index] for index in lowered.segment.ravel()):
-        for what, first, last, times in segment.events[segment.events[:, 0] == RUN, 1:5].tolist():
-            works = (node.work for node in segment.passages[what].program.nodes[first:last])
-            lookups = (work for work in works if isinstance(work, Op) and work.family == "table_lookup")
-            total += times * sum(work.num_bytes for work in lookups)
-    return total
+    return float(np.array([segment.looked_up_bytes for segment in lowered.segments])[lowered.segment].sum())
 
 
 class _Asked(NamedTuple):

@@ -67,10 +67,19 @@ class Segment:
         """FLOP of one run on one rank: of products and attention alone, a multiply-add as two; causal attention counts
         the half that is computed.
         """
+        return self._sum(lambda op: op.flops if op.record.bound == "compute" else 0.0)
+
+    @cached_property
+    def looked_up_bytes(self) -> float:
+        """Bytes that lookups in embedding tables read and write in one run on one rank."""
+        return self._sum(lambda op: op.num_bytes if op.family == "table_lookup" else 0.0)
+
+    def _sum(self, amount: Callable[[Op], float]) -> float:
+        """Sum over the ops of all passages."""
         total = 0.0
         for what, first, last, times in self.events[self.events[:, 0] == RUN, 1:5].tolist():
             works = [node.work for node in self.passages[what].program.nodes[first:last]]
-            total += times * sum(w.flops for w in works if isinstance(w, Op) and w.record.bound == "compute")
+            total += times * sum(amount(work) for work in works if isinstance(work, Op))
         return total
 
     def filled(self, work: Callable[[Slot], Any]) -> Segment:

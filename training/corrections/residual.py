@@ -288,9 +288,13 @@ class NearRuns(Saved):
     runs: int
     models: tuple[str, ...]  # in the words of their sources
 
+    @property
+    def percent_slower(self) -> float:
+        """By how much the published runs were slower than physics says."""
+        return 100 * math.expm1(self.log_factor)
+
     def __str__(self) -> str:
-        percent = 100 * math.expm1(self.log_factor)
-        speed = f"{abs(percent):.1f} % {'slower' if percent > 0 else 'faster'}"
+        speed = f"{abs(self.percent_slower):.1f} % {'slower' if self.log_factor > 0 else 'faster'}"
         many = f"{self.runs} run{'s' * (self.runs > 1)}, {shorten(', '.join(self.models), 100)}"
         return f"published runs like this one were {speed} than physics says: {many}"
 
