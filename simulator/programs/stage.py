@@ -19,7 +19,7 @@ from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
 from stepsight.simulator.blocks.family import embedding_block, head_block, layer_block
 from stepsight.simulator.blocks.layer_parts import arrivals
 from stepsight.simulator.blocks.step import Block, Flow, RankShape
-from stepsight.simulator.programs import segment
+from stepsight.simulator.programs import plans
 from stepsight.simulator.programs.block_pass import (
     FORWARD,
     INPUT,
@@ -31,6 +31,7 @@ from stepsight.simulator.programs.block_pass import (
     items_pass,
 )
 from stepsight.simulator.programs.buckets import BucketPlan, plan_buckets, send_buckets
+from stepsight.simulator.programs.segment import Segment, Slot
 from stepsight.simulator.programs.sizes import SILENT, PartShape, Replicas, bucket_works
 
 Tensors = tuple[tuple[int, ...], tuple[int, ...]]  # elements of others' and of experts' parameter tensors
@@ -131,7 +132,7 @@ class Call:
 
     replicas: Replicas
     backward: BackwardSpec | None = None
-    traffic: segment.BackwardTraffic | None = None
+    traffic: plans.BackwardTraffic | None = None
     casts: bool = False
 
 
@@ -166,7 +167,7 @@ def _call_of(kernels: KernelSemantics, replicas: Replicas, recompute: tuple[str,
         dtype=kernels.main_dtype,
     )
     again = gathers and replicas.gathering.lists and kind == "full" and every == 1
-    traffic = segment.BackwardTraffic(every, gathers, reduces, accumulate and reduces, again)
+    traffic = plans.BackwardTraffic(every, gathers, reduces, accumulate and reduces, again)
     return _call(who, spec, traffic, casts=casts)
 
 
@@ -174,28 +175,28 @@ _call = cached(4096)(Call)  # equal calls are one object, because they are keys 
 
 
 @cached(8192)
-def part_segments(shape: RankShape, part: PartShape, calls: HashedTuple[Call]) -> tuple[segment.Segment, ...]:
+def part_segments(shape: RankShape, part: PartShape, calls: HashedTuple[Call]) -> tuple[Segment, ...]:
     return tuple([_segment(shape, part, call) for call in calls])
 
 
 @cached(16384)
-def _segment(shape: RankShape, part: PartShape, call: Call) -> segment.Segment:
+def _segment(shape: RankShape, part: PartShape, call: Call) -> Segment:
     spec, traffic, replicas = call.backward, call.traffic, call.replicas
     if spec is None or traffic is None:
         units, passages, patterns = _part_run(shape, part, 1, None, call.casts, replicas.fully_sharded)
-        plan = segment.forward_plan(patterns, replicas.pattern)
+        plan = plans.forward_plan(patterns, replicas.pattern)
     elif traffic.reduces and replicas.zero_stage < 2:
         return send_buckets(spec.part, *_bucket_plan(shape, part, traffic.every, spec, call.casts), replicas)
     else:
         units, passages, patterns = _part_run(shape, part, traffic.every, spec, call.casts, replicas.fully_sharded)
-        plan = segment.backward_plan(patterns, replicas.pattern, spec.part, traffic)
+        plan = plans.backward_plan(patterns, replicas.pattern, spec.part, traffic)
     dtypes = shape.dtype, shape.kernels.main_dtype
 
-    def work(slot: segment.Slot) -> BlockPass | Collective | Op:
+    def work(slot: Slot) -> BlockPass | Collective | Op:
         if slot.what == "run":
             return passages[slot.unit]
-        whole = replicas.fully_sharded and slot.what.removesuffix(segment.TWICE) in GATHERS
-        own = [u for u in reversed(units) if u.root] if slot.unit == segment.ROOT else [units[slot.unit]]
+        whole = replicas.fully_sharded and slot.what.removesuffix(plans.TWICE) in GATHERS
+        own = [u for u in reversed(units) if u.root] if slot.unit == plans.ROOT else [units[slot.unit]]
         others, experts = zip(*[u.held if whole else u.tensors for u in own], strict=True)
         tensors = tuple(chain(*others)), tuple(chain(*experts))
         return _replica_work((slot.what, slot.expert, slot.second), tensors, dtypes, replicas)
@@ -221,7 +222,7 @@ def _replica_work(
     arrive; ``dtypes``: of activations, and the main one.
     """
     (what, expert, second), (dtype, main_dtype), groups = slot, dtypes, replicas.groups
-    sizes, gathers = (groups.shard.size, groups.experts.size), what.removesuffix(segment.TWICE)
+    sizes, gathers = (groups.shard.size, groups.experts.size), what.removesuffix(plans.TWICE)
     if gathers in GATHERS:
         lists = replicas.gathering.lists
         parts = [_gathered(each, lists=lists, twice=what != gathers) for each in tensors]
@@ -271,7 +272,7 @@ def _gathered(tensors: tuple[int, ...], *, lists: bool, twice: bool) -> tuple[in
 @cached(8192)
 def _part_run(
     shape: RankShape, part: PartShape, every: int, spec: BackwardSpec | None, casts: bool, whole: bool
-) -> tuple[tuple[Unit, ...], tuple[BlockPass, ...], segment.Patterns]:
+) -> tuple[tuple[Unit, ...], tuple[BlockPass, ...], plans.Patterns]:
     """A part's units in forward order, the passage of each, and the properties that plans depend on.
 
     ``spec``: of the backward; None: the forward.  ``casts``: as in ``Call``.  ``whole``: whether frozen parameters are
@@ -291,9 +292,9 @@ def _part_run(
 
 
 @cached(4096)
-def _patterns(numbers: tuple[tuple[Any, ...], ...]) -> segment.Patterns:
+def _patterns(numbers: tuple[tuple[Any, ...], ...]) -> plans.Patterns:
     """Return one object for equal patterns, because they are keys of caches."""
-    return segment.Patterns([segment.UnitPattern(at, *own) for at, own in enumerate(numbers)])
+    return plans.Patterns([plans.UnitPattern(at, *own) for at, own in enumerate(numbers)])
 
 
 @cached(4096)

@@ -12,7 +12,8 @@ from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.step import Item
 from stepsight.simulator.clock.engine import DATA, SECOND
 from stepsight.simulator.programs.lower import Lowered, lower
-from stepsight.simulator.programs.segment import Segment, SegmentBuilder, _Gathers
+from stepsight.simulator.programs.plans import _Gathers
+from stepsight.simulator.programs.segment import Segment, SegmentBuilder
 from tests.simulator.any_job import devices, jobs
 from tests.simulator.conftest import JobMaker
 
