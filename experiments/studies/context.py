@@ -111,7 +111,7 @@ TASKS: Mapping[str, Callable[[Path], Task]] = {"runs": runs_task, "cluster": clu
 def _collections(folder: Path) -> list[Path]:
     """The folder, if it is a collection, else those in it that are."""
     within = [folder, *sorted(path for path in folder.glob("*") if path.is_dir())]
-    found = [path for path in within if (path / "runs").is_dir()]
+    found = [path for path in within if (path / "runs").is_dir() or (path / "plan.json").exists()]  # of runs or events
     if not found:
         raise TraceError(f"{folder} must be a collection or hold some, got none")
     return found

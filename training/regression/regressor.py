@@ -28,7 +28,7 @@ TREE_SHARES = (0.5, 1.0, 0.0)  # weights of the trees; earlier ones are preferre
 MIN_GAIN = 0.03  # a choice must lower the cross-validated error by this share to replace an earlier one
 UNKNOWN = 1.0  # log-error charged if a fold leaves nothing of a kind to train on
 MOST = 1e6  # busy devices: larger numbers are typing mistakes
-MOST_WEIGHT = 1e3  # of a neighbour
+MOST_WEIGHT = 1e6  # of a neighbour: two at one place whose times differ by a factor of 50 have some 2,000
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,14 @@ def test_features_of_neighbours_come_from_both_sides() -> None:
     assert before.tolist() == [0.0, 1.0, 1.0] and after.tolist() == [1.0, 1.0, 0.0]
 
 
+def test_collections_of_events_alone_count(tmp_path: Path) -> None:
+    """Small-to-large keeps what was measured alone in folders of their own."""
+    for name, within in (("events-2x1", "events"), ("2x1", "runs"), ("notes", "texts")):
+        (tmp_path / name / within).mkdir(parents=True)
+    (tmp_path / "events-2x1" / "plan.json").write_text("{}")
+    assert [path.name for path in context._collections(tmp_path)] == ["2x1", "events-2x1"]
+
+
 def test_a_folder_without_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A task needs at least two groups, and ``--data`` a task's folder."""
     assert context.STUDY.main(["--data", str(tmp_path)]) == 2

@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,6 +51,20 @@ def test_nccl_learns_relative_to_its_links_and_says_what_it_carries() -> None:
     assert not model.unsupported(Collective("all_reduce", 2**24, 16, 8), fast)
     assert not model.unsupported(Collective("all_reduce", 2**24, 64, 8), fast)  # twice the ranks
     assert "for groups of 16 to 32 ranks" in model.unsupported(Collective("all_reduce", 2**24, 128, 8), fast)
+
+
+def test_equal_signatures_with_contradictory_times_make_a_predictor_that_loads(
+    predictor: Predictor, tmp_path: Path
+) -> None:
+    """Buckets of limited links, full or empty, make a message take 0.4 or 40 ms: the mean of both holds."""
+    slow, other = (replace(FABRIC, name=name) for name in ("2x1", "2x2"))
+    works = [Collective("all_gather", 2**power, 2, 1) for power in range(6, 18)]
+    seconds = np.array([4e-4] * len(works) + [4e-2] * len(works))
+    model = fit_collectives(works * 2, [slow] * len(works) + [other] * len(works), seconds)
+    assert max(np.abs(near.weights).max() for near in model.regressor.neighbours.values()) > 1e3
+    replace(predictor, collective=model).save(tmp_path / "p")
+    found = Predictor.load(tmp_path / "p").collective.seconds(works, FABRIC)
+    assert found == pytest.approx(4e-3, rel=0.3)
 
 
 def _nccl_truth(work: Collective, fabric: Fabric) -> float:
