@@ -283,7 +283,7 @@ def read_footer(file: BinaryIO) -> tuple[int, int, int]:
     end = file.read(8)
     length = int.from_bytes(end[:4], "little")
     if end[4:] != MAGIC or not 0 < length <= min(size - 8, MOST_FOOTER):
-        raise ValueError("Parquet must end with the length of its footer and PAR1")
+        raise ValueError("an end without the length of a footer and PAR1")
     file.seek(size - 8 - length)
     try:
         footer = _thrift(file.read(length), 0, _STRUCT)[0]
@@ -291,9 +291,9 @@ def read_footer(file: BinaryIO) -> tuple[int, int, int]:
         values, sizes = ([int(meta[field]) for meta in metas] for field in (_VALUES, _SIZE))
         return int(footer[_ROWS]), sum(max(0, n) for n in values), sum(max(0, n) for n in sizes)
     except (ValueError, struct.error) as error:
-        raise ValueError(f"a Parquet footer must be whole: {error}") from None
+        raise ValueError(f"a damaged footer: {error}") from None
     except (KeyError, IndexError, TypeError):
-        raise ValueError("a Parquet footer must state rows, row groups, columns, values and sizes") from None
+        raise ValueError("a footer without rows, row groups, columns, values or sizes") from None
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:

@@ -57,11 +57,16 @@ def named_path(text: str) -> Path:
     return path
 
 
-def check_output_file(path: Path) -> None:
-    """Check, before long work, that a file can be written: a device or a folder is never replaced."""
-    path = Path(os.path.realpath(path))  # follow a link instead of replacing it; a link to itself stays a link
+def check_output_file(named: Path, *, made: bool = False) -> None:
+    """Check, before long work, that a file can be written: a device or a folder is never replaced.
+
+    The folder of a file that a user names must be there, since it may be mistyped; ``made``: it may be new.
+    """
+    path = Path(os.path.realpath(named))  # follow a link instead of replacing it; a link to itself stays a link
     if (path.exists() or path.is_symlink()) and not path.is_file():
         raise StepsightError(f"an output must be a new or plain file, got {path}")
+    if not made and not path.parent.is_dir():
+        raise StepsightError(f"an output file needs a folder that is there, got {str(named)!r:.200}: make it first")
     check_writable(path.parent)
 
 
@@ -78,7 +83,7 @@ def check_writable(folder: Path) -> None:
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
     """Yield a temporary file next to ``path``, which is renamed to ``path`` if the block succeeds."""
-    check_output_file(path)
+    check_output_file(path, made=True)
     with _naming(path := path.resolve()), atomic_files.new_file(path) as temporary:
         yield temporary
 

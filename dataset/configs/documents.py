@@ -123,8 +123,9 @@ def read_python(path: Path) -> ast.Module:
     Raises:
         JobError: If it is no Python.
     """
+    text = read_source(path)
     try:
-        return ast.parse(read_source(path))
+        return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise JobError(f"{path} is not valid Python: {reason(error):.200}") from None
 

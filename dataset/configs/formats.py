@@ -162,6 +162,8 @@ CONFIG_FORMATS: Registry[ConfigFormat] = Registry(
     error=JobError,
 )
 _BUILT_IN = tuple(CONFIG_FORMATS)
+_SCRIPTS = ("megatron", "dlrm")  # formats of files with variables
+_SEVERAL = (*_SCRIPTS, "torchtitan-registry")  # of files that may hold several configurations
 
 
 HARDWARE, DEVICES_PER_NODE = "h100-sxm-80gb", 8
@@ -239,7 +241,7 @@ def _read_file(path: Path, draft: Draft, given: Given) -> str:
         if wrong := [key for key in draft.values if key not in DEFAULTS and not str(key).startswith("run.")]:
             raise JobError(f"format {named} must map keys of a job, as model.seq_len, got {wrong[0]!r:.80}")
     except JobError as error:
-        raise JobError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
+        raise JobError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
     return named
 
 
@@ -268,6 +270,10 @@ def read_configs(paths: str | Path | Sequence[str | Path], given: Given | None =
         raise JobError("a configuration must be named, got none")
     draft = Draft()
     formats = tuple([_read_file(path, draft, given) for path in files])
+    for what, value, users in (("pick", given.pick, _SEVERAL), ("define", given.variables, _SCRIPTS)):
+        if value and {*formats} <= {*_BUILT_IN}.difference(users):
+            of = f"{', '.join(map(str, files))} ({', '.join(formats)})"
+            raise JobError(f"{what} is for formats {', '.join(users)}, got {value!r:.80} for {of}: leave it out")
     try:
         for key, value in given.values.items():
             if key == "framework":

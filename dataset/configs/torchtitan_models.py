@@ -69,6 +69,8 @@ def registry_settings(file: ConfigFile, draft: Draft) -> dict[str, Any]:
     evaluation, pick = _Evaluation(read_python(file.path)), file.given.pick
     returns = {name: ast.unparse(node.returns) for name, node in evaluation.functions.items() if node.returns}
     names = [name for name, text in returns.items() if name[0] != "_" and "Trainer.Config" in text]
+    if not names:
+        raise JobError("a Python registry must hold functions that return a Trainer.Config, got none")
     if pick not in names and (pick or len(names) != 1):
         got = f", got {pick!r:.80}" if pick else ""
         raise JobError(f"a registry holds several configurations: pick one of {', '.join(names)}{got}")
@@ -202,7 +204,7 @@ def _flavor_in_code(path: Path, flavor: str) -> dict[str, Any] | None:
     evaluation, name = _Evaluation(module), ""
     for node in ast.walk(module):
         if isinstance(node, ast.Name) and _NO_ATTENTION(node.id):
-            raise JobError(f"a job has no layers with linear attention or state spaces, got {node.id} in {path.name}")
+            raise JobError(f"a job has no layers with linear attention or state spaces, got {node.id} in {path}")
         for key, value in zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ():
             if isinstance(key, ast.Constant) and key.value == flavor and isinstance(value, ast.Name):
                 name = name or value.id

@@ -176,7 +176,8 @@ def _cell(key: str, text: str) -> Any:
     try:
         return int(text) if kind == "int" else float(text) if kind == "float" else text
     except ValueError:
-        raise JobError(f"{key} of a table must be a number, got {text!r:.40}") from None
+        rule = f"a whole number up to {MOST_ROWS}" if kind == "int" else "a number"
+        raise JobError(f"{key} of a table must be {rule}, got {text!r:.40}") from None
 
 
 def check_tables(rules: Rules, model: ModelSpec) -> None:

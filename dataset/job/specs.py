@@ -361,11 +361,19 @@ OPTIONAL = ("parallel", "optimizer", "execution", "sharding")  # tables that may
 MODELS: Mapping[str, dict[str, Any]] = MappingProxyType(preset("models.toml"))
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 _hints = cached(64)(get_type_hints)  # evaluating them costs more than checking them
+_fields = cached(64)(lambda spec: {f.name: f for f in fields(spec)})
+
+
+@cached(64)
+def _plain_types(spec: type) -> dict[str, tuple[type, ...]]:
+    """Types of values that need no other check than that a text is printable, by field."""
+    more = {name: get_args(hint) or (hint,) for name, hint in _hints(spec).items() if get_origin(hint) is not tuple}
+    return {name: (*kinds, int) if float in kinds else kinds for name, kinds in more.items()}
 
 
 def spec_from_table(section: str, spec: type, table: Mapping[str, Any]) -> tuple[Any, list[str]]:
     """One table as its dataclass (None if that is not possible), and everything that is wrong with it."""
-    known, hints = {f.name: f for f in fields(spec)}, _hints(spec)
+    known, hints = _fields(spec), _hints(spec)
     unknown = [key for key in sorted(map(str, table)) if key not in known]
     problems = [f"unknown key {section}.{shorten(key)}" for key in unknown]
     if unknown:
@@ -374,7 +382,7 @@ def spec_from_table(section: str, spec: type, table: Mapping[str, Any]) -> tuple
     problems += [f"missing key {section}.{name}" for name in missing]
     values = dict(table) if not problems else {}
     for name, value in values.items():
-        if get_origin(hints[name]) is tuple and isinstance(value, list | tuple):
+        if isinstance(value, list | tuple) and get_origin(hints[name]) is tuple:
             of, items = get_args(hints[name])[0], list(value)
             for at, item in enumerate(value) if of not in _WORDS else ():
                 if isinstance(item, Mapping):
@@ -387,10 +395,12 @@ def spec_from_table(section: str, spec: type, table: Mapping[str, Any]) -> tuple
 
 def type_problems(section: str, spec: type, held: object) -> list[str]:
     """Fields of a dataclass that do not hold what they must: of an instance, or by name."""
-    problems, values = [], held if isinstance(held, Mapping) else None
+    problems, values, plain = [], held if isinstance(held, Mapping) else None, _plain_types(spec)
     for name, hint in ((name, hint) for name, hint in _hints(spec).items() if values is None or name in values):
-        value, where = getattr(held, name) if values is None else values[name], f"{section}.{name}"
-        kinds = get_args(hint) or (hint,)
+        value = getattr(held, name) if values is None else values[name]
+        if type(value) in plain.get(name, ()) and (type(value) is not str or value.isprintable()):
+            continue
+        kinds, where = get_args(hint) or (hint,), f"{section}.{name}"
         if get_origin(hint) is tuple and isinstance(value, tuple):
             if kinds[0] in _WORDS:
                 wrong = [item for item in value if not _is_one(item, kinds[:1])]

@@ -116,7 +116,7 @@ class Measurements:
     @staticmethod
     def from_parquet(path: Path) -> Measurements:
         """Read what ``to_parquet`` wrote."""
-        with parsing(f"a table of measurements must be a Parquet file, got {path}", TableError):
+        with parsing(f"cannot read table {path}", TableError):
             table = read_parquet(path)
         meta = (table.schema.metadata or {}).get(_META)
         if meta is None or table.schema.remove_metadata() != _schema():

@@ -46,7 +46,7 @@ def open_exported(path: Path, dims: Mapping[str, int]) -> ExportedReader:
             found = [entry for entry in archive.infolist() if entry.filename.endswith(_GRAPHS)]
             if len(found) != 1 or found[0].file_size > MOST_TEXT:
                 told = f"at most {MOST_TEXT} bytes, got {len(found)} of {sum(each.file_size for each in found)} bytes"
-                raise CaptureError(f"{path.name} must hold one exported program of {told}")
+                raise CaptureError(f"{path} must hold one exported program of {told}")
             tree = json.loads(archive.read(found[0]))
         check_count(path, len(tree["graph_module"]["graph"]["nodes"]))
         ranges = dict(tree.get("range_constraints") or {})
@@ -54,14 +54,14 @@ def open_exported(path: Path, dims: Mapping[str, int]) -> ExportedReader:
         for name, size in dims.items():
             least, most = (ranges[name].get(key) for key in ("min_val", "max_val"))
             if not (least or 0) <= size <= (size if most is None else most):
-                rule = f"{path.name} holds for {name} from {least} to {most}, got {size}"
+                rule = f"{path} holds for {name} from {least} to {most}, got {size}"
                 raise CaptureError(f"{rule}: export it again with another range")
         return ExportedReader(tree, dims)
     except StepsightError:
         raise
     except (*MALFORMED, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         rule = "must be a file that torch.export.save wrote, save or copy it again"
-        raise CaptureError(f"{path.name} {rule}: {reason(error):.200}") from None
+        raise CaptureError(f"{path} {rule}: {reason(error):.200}") from None
 
 
 class ExportedReader(ModelReader):

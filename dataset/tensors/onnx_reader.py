@@ -69,7 +69,7 @@ def open_onnx(path: Path, dims: Mapping[str, int]) -> OnnxReader:
         raise
     except (DecodeError, OSError, RuntimeError, ValueError, invalid, onnx.checker.ValidationError) as error:
         told = f"{' '.join(str(error).split()):.300}{hint and f' ({hint})'}"
-        raise CaptureError(f"{path.name} must be an ONNX model: {told}") from None
+        raise CaptureError(f"{path} must be an ONNX model: {told}") from None
     return OnnxReader(inferred, hint)
 
 

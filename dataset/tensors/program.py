@@ -41,7 +41,7 @@ def read_step(path: Path, dims: Mapping[str, int] | None, precision: str, *, who
     if precision not in ("", *ranks.PRECISIONS):
         raise CaptureError(f"precision must be one of {', '.join(ranks.PRECISIONS)}, got {precision!r:.40}")
     ranks.check_counts(2**31, **(dims or {}))
-    with named(path.name):
+    with named(str(path)):
         reader = READERS[path.suffix.lower()](path, dims or {})
         step = reader.read()
         step = replace(step, precision=precision, dtype=precision or step.dtype)
@@ -214,8 +214,8 @@ def read_model(
     ranks.check_counts(2**20, **{"world size": replicas, "devices per node": local_size})
     step = read_step(path, dims, precision, whole=False)
     if not any(ranks.ops_of(step, call) for call in step.calls):
-        raise CaptureError(f"{path.name} must compute something, got no op")
-    with named(path.name):
+        raise CaptureError(f"{path} must compute something, got no op")
+    with named(str(path)):
         step = ranks.with_replicas(ranks.with_backward(step) if training else step, replicas)
         rank = ranks.rank_of(step, 0, local_size)
     name = f"{path.name} ({'training' if training else 'inference'})"

@@ -161,7 +161,7 @@ def check_order(nodes: Iterable[tuple[str, Sequence[str], Sequence[str]]], given
 def check_count(path: Path, count: int) -> None:
     """Refuse a model with more nodes than any has, before memory is taken for them."""
     if count > MOST_NODES:
-        raise CaptureError(f"{path.name} must have at most {MOST_NODES} nodes and tensors, got {count}")
+        raise CaptureError(f"{path} must have at most {MOST_NODES} nodes and tensors, got {count}")
 
 
 def check_names(path: Path, dims: Iterable[str], names: Collection[str]) -> None:
@@ -169,4 +169,4 @@ def check_names(path: Path, dims: Iterable[str], names: Collection[str]) -> None
     for name in dims:
         if name not in names:
             known = ", ".join(sorted(names)) or "none"
-            raise CaptureError(f"{path.name} must have the dimension {name!r:.80}; it has {known:.200}")
+            raise CaptureError(f"{path} must have the dimension {name!r:.80}; it has {known:.200}")

@@ -128,7 +128,7 @@ def _check_once(ranks: Sequence[int], files: Sequence[Path]) -> None:
     seen: dict[int, Path] = {}
     for rank, path in zip(ranks, files, strict=True):
         if seen.setdefault(rank, path) is not path:
-            told = f"got rank {rank} twice: {seen[rank].name} and {path.name}"
+            told = f"got rank {rank} twice: {seen[rank]} and {path}"
             raise TraceError(f"every rank must have one trace, {told}; import different runs one by one")
 
 

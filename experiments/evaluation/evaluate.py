@@ -79,7 +79,7 @@ class Evaluation:
         """Groups of scored runs that differ only in strategy, with the regret of choosing by prediction."""
         return error_metrics.choice_groups(self.scored)
 
-    @property
+    @cached_property
     def warnings(self) -> list[str]:
         """Assumptions that replace unknown values, and runs that are said not to fit in memory although they ran."""
         rows = (*self.scored, *self.suspect)

@@ -245,7 +245,7 @@ def is_copy(job: Job, measured_s: float, digests: Collection[str]) -> bool:
     """Whether a run, its time rounded either way, is among some digests of runs."""
     mantissa, exponent = f"{measured_s:.2e}".split("e")
     times = (float(f"{round(100 * float(mantissa)) + step}e{int(exponent) - 2}") for step in (0, -1, 1))
-    return any(run_digest(job, seconds) in digests for seconds in times)
+    return bool(digests) and any(run_digest(job, seconds) in digests for seconds in times)
 
 
 def precision_of(text: str) -> str:

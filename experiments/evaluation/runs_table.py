@@ -25,7 +25,10 @@ SHORTEST_S, LONGEST_S = 1e-6, 1e7  # of an iteration
 _OF_TRANSFORMERS = ("family", "layers", "hidden", "seq_len", "micro_batch", "precision")
 UNKNOWN = ("", "nan", "na", "none?")
 _DEGREES = frozenset(("tp", "pp", "cp", "ep", "dp", "zero_stage"))
-_CELLS = preset("published_rows.toml")["cells"]
+_CELLS = [
+    ([(name, re.compile(words, re.IGNORECASE)) for name, words in told["when"].items()], told["set"])
+    for told in preset("published_rows.toml")["cells"]
+]
 _ASKED_FIRST = ("hardware", "gpus", "iteration_time_s")  # by all that take a row
 
 
@@ -125,9 +128,9 @@ class Row:
     def __post_init__(self) -> None:
         """Fill in cells that the source of its table states elsewhere (``published_rows.toml``)."""
         named = {**self.cells, "plain_name": plain_name(self)}
-        for told in _CELLS:
-            if all(re.search(words, named.get(name) or "", re.IGNORECASE) for name, words in told["when"].items()):
-                object.__setattr__(self, "cells", {**self.cells, **told["set"]})
+        for when, stated in _CELLS:
+            if all(words.search(named.get(name) or "") for name, words in when):
+                object.__setattr__(self, "cells", {**self.cells, **stated})
                 named = {**self.cells, "plain_name": plain_name(self)}
 
     def text(self, key: str) -> str:
@@ -211,8 +214,10 @@ def number_in(text: str, name: str, rule: str = "a number") -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not abs(value) <= MOST:
+    if math.isnan(value):
         raise RowError(f"{name} must be {rule}, got {text!r:.40}")
+    if abs(value) > MOST:
+        raise RowError(f"{name} must lie within +-{MOST:g}, got {text!r:.40}")
     return value
 
 
@@ -228,11 +233,12 @@ def read_runs_table(path: Path) -> list[Row]:
             raise TableError("a table of runs has a line of column names and rows, but the file is empty")
         reader.fieldnames = names = [name for name, _ in found]
         known = {column.name for column in columns()} | {"row_id", "iter_time_derivation"}
-        known |= {name for told in _CELLS for name in told["when"]}
+        known |= {name for when, _ in _CELLS for name, _ in when}
         unread = tuple(name.strip() for name, (own, _) in zip(written, found, strict=True) if own not in known)
         for cells in reader:
             if None in cells or None in cells.values():
-                rows.append(Row({"row_id": str(reader.line_num)}, "it has more or fewer cells than columns"))
+                own = {"row_id": str(reader.line_num), "source": cells.get("source") or ""}
+                rows.append(Row(own, "it has more or fewer cells than columns"))
                 continue
             for name, factor in found:
                 if factor != 1.0 and cells[name].strip():

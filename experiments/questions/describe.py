@@ -149,7 +149,7 @@ def _runs_table(path: Path) -> dict[str, Any]:
         cells.append([shorten(name, 50), len(some), sizes, *(shorten(", ".join(of), 50) for of in used.values())])
     text = table(["source", "rows", "gpus", *words], cells)
     wrong = len(every) - len(rows)
-    left = f", and {wrong} rows with more or fewer cells than columns" if wrong else ""
+    left = f", and {wrong} row{'s' * (wrong > 1)} with more or fewer cells than columns" if wrong else ""
     uses = "`stepsight evaluate` judges predictions on it, `stepsight calibrate` corrects a predictor with it"
     return {"runs": str(path), "sources": told, "text": f"table {path}: {len(rows)} runs{left}\n{text}\n{uses}"}
 

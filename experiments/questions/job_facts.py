@@ -146,7 +146,8 @@ class Field:
         try:
             return type(self.values[0])(text)
         except ValueError:
-            raise StepsightError(f"{self.key} must be a number, got {text!r:.80}") from None
+            rule = "a whole number" if isinstance(self.values[0], int) else "a number"
+            raise StepsightError(f"{self.key} must be {rule}, got {text!r:.80}") from None
 
     def nearest(self, value: Any) -> int:
         """Number of the value that is nearest."""

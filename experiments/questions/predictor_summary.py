@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.training.corrections.intervals import job_class, published_widths
+from stepsight.training.corrections.intervals import LARGE_LOG, job_class, published_widths
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.regression.regressor import UNKNOWN
 from stepsight.training.shipped.catalogue import RECIPES, facts_digest
@@ -21,9 +21,11 @@ def predictor_text(path: Path, predictor: Predictor) -> str:
     """Hardware, training data, errors, calibration and interval widths of a predictor."""
     manifest, doubts, doubt = predictor.manifest, predictor.doubts, ""
     if doubts is not None:
-        usual, kinds = 100 * math.expm1(doubts.halves.get("", 0.0)), sum("/" not in name for name in doubts.halves) - 1
-        within = f"nine of ten ops within a run are off by at most {usual:.0f} %"
-        doubt = f"{within}; {kinds} kinds have an interval of their own"
+        half, kinds = doubts.halves.get("", 0.0), sum("/" not in name for name in doubts.halves) - 1
+        usual = f"{100 * math.expm1(half):.0f} %"
+        if half > LARGE_LOG:
+            usual = f"a factor of {math.exp(half):.3g} (with few runs held back, the largest error of an op counts)"
+        doubt = f"nine of ten ops within a run are off by at most {usual}; {kinds} kinds have an interval of their own"
     versions = ", ".join(f"{name} {version}" for name, version in manifest.get("versions", {}).items())
     when = f"{manifest['created']}, " if "created" in manifest else ""
     lines = [

@@ -13,7 +13,7 @@ from stepsight.dataset.configs.key_table import ConfigText
 from stepsight.dataset.job.frameworks import LIBRARIES
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.reports.text_table import Column, Columns, Number, table, table_of
-from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE, seconds_text
+from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE, LARGE_LOG, seconds_text
 from stepsight.training.prediction.prediction import Prediction
 from stepsight.training.predictor.predictor import Predictor
 
@@ -91,14 +91,13 @@ def explanation_report(job: Job, prediction: Prediction, top: int) -> dict[str, 
     """Sensitivity of the time to ops and collectives."""
     rows, doubts, published = prediction.explain(top), prediction.doubts, prediction.published
     whole, launches = prediction.iteration_time_s, prediction.simulation.launches_share
-    interval: Column = lambda row: " to ".join(
-        f"{100 * math.expm1(sign * doubts.halves[row.work]):+.0f}" for sign in (-1, 1)
-    )
+    ends = {work: [f"{100 * math.expm1(sign * half):+.0f}" for sign in (-1, 1)] for work, half in doubts.halves.items()}
+    ends |= {work: ["over a factor of 10"] for work, half in doubts.halves.items() if half > LARGE_LOG}
     columns: dict[str, Column] = {
         "op or collective": lambda row: str(row.work),
         "times on the critical path": lambda row: Number(row.count, 0),
         "each": lambda row: f"{row.seconds * 1e6:.1f} us",
-        "90 % interval, %": interval,
+        "90 % interval, %": lambda row: " to ".join(ends[row.work]),
         "% of the time": lambda row: 100 * row.share,
         "halving it saves": lambda row: seconds_text(row.halved_s),
         "%": lambda row: 100 * row.halved_s / whole,

@@ -26,6 +26,7 @@ import numpy as np
 from stepsight.dataset.base.bounded import read_file
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.files import check_output_file
 from stepsight.dataset.harness.base.cores import die_with
 from stepsight.dataset.job.job import Job, JobLike
 from stepsight.experiments.search.bounds import Bounds, grid_bounds
@@ -165,7 +166,7 @@ def open_storage(place: str | None) -> Any:
     if "://" in place:
         sqlite = place.startswith("sqlite")
         if sqlite and (database := make_url(place).database):
-            Path(database).parent.mkdir(parents=True, exist_ok=True)
+            check_output_file(Path(database))
         return RDBStorage(place, engine_kwargs={"connect_args": {"timeout": _SQLITE_WAIT_S}} if sqlite else {})
     journal = Path(place).resolve()  # a relative path would leave the lock of a killed search pointing to no file
     if journal.suffix in (".db", ".sqlite", ".sqlite3"):
@@ -174,7 +175,7 @@ def open_storage(place: str | None) -> Any:
     text = read_file(journal) if journal.is_file() else b""
     if (journal.exists() and not journal.is_file()) or text[: len(_BEGINNING)] != _BEGINNING[: len(text)]:
         raise StepsightError(f"a study's journal is a new file or one that a search wrote, got {journal}")
-    journal.parent.mkdir(parents=True, exist_ok=True)
+    check_output_file(Path(place))
     lock = JournalFileSymlinkLock(str(journal))
     if not text.endswith(b"\n") and text:
         lock.acquire()

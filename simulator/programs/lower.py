@@ -105,6 +105,7 @@ def signatures(job: Job, hardware: Hardware) -> tuple[set[Op], set[Collective]]:
     return {w for w in works if isinstance(w, Op)}, {w for w in works if isinstance(w, Collective)}
 
 
+@cached(512)
 def iteration_flops(lowered: Lowered) -> tuple[float, float]:
     """FLOP of an iteration, needed by the model and executed (with recomputation): of one rank of each stage, summed
     over stages.

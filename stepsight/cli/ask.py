@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stepsight.cli.files import Force, JobOptions, MovedJobOptions, Plot, Prices, Source, check_job_output, goal_of
-from stepsight.cli.options import Answer, Positive, Written, comma_separated, progress, refuse_given
+from stepsight.cli.options import Answer, Positive, Written, comma_separated, note, progress, refuse_given
 from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.experiments.search.settings import REGRET, TOKENS, Goal, Scenarios, SearchSettings
 
@@ -191,10 +191,9 @@ def write_traces(prediction: Prediction, folder: Path, asked: str) -> None:
             raise StepsightError(f"--trace-stages must be all, or stages from 0 to {stages[-1]}, got {asked!r:.80}")
         stages = wanted
     elif not asked and size > MOST_BYTES and len(stages) > 2:
-        typer.echo(
+        note(
             f"traces of all {len(stages)} stages would take about {size / 1e6:,.0f} MB: the first and the last stage "
-            "are written; --trace-stages all writes all, --trace-stages 0,1 those two",
-            err=True,
+            "are written; --trace-stages all writes all, --trace-stages 0,1 those two"
         )
         stages = [stages[0], stages[-1]]
     written, scale = progress("stages written"), prediction.iteration_time_s / prediction.simulation.iteration_time_s

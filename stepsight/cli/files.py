@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stepsight.cli.options import Written, pairs
-from stepsight.dataset.base.errors import StepsightError, printable
+from stepsight.cli.options import Written, note, pairs
+from stepsight.dataset.base.errors import StepsightError
 
 if TYPE_CHECKING:
     from stepsight.dataset.configs.formats import ConfigJob
@@ -127,7 +127,7 @@ class JobOptions:
                 assumed = ", ".join(f"{key} = {found.assumed[key]}" for key in _TOLD if key in found.assumed)
                 told = f"read as {' and '.join(found.formats)}; assumed {assumed or 'nothing important'}"
                 where = ", ".join(map(str, files))
-                typer.echo(printable(f"{where}: {told}; `stepsight job` lists all"), err=True)
+                note(f"{where}: {told}; `stepsight job` lists all")
         return [found.job if isinstance(found, ConfigJob) else found for _, found in read]
 
     def _read(self, paths: Sequence[Path], nodes: int | None) -> Job | ConfigJob:
@@ -177,7 +177,7 @@ def stated_keys(paths: Sequence[Path], told: Sequence[str] | None, hardware: str
     names = [canonical_hardware(each) if isinstance(each, str) else each for each in (hardware, own.get("hardware"))]
     if hardware and own.get("fabric") and names[0] != names[1] and "cluster.fabric" not in given:
         usual = f"the usual fabric of {hardware} replaces the job's own; --set cluster.fabric=NAME states one"
-        typer.echo(printable(f"{paths[0]}: {usual}"), err=True)
+        note(f"{paths[0]}: {usual}")
         values["cluster.fabric"] = ""
     return values
 

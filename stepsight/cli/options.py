@@ -100,11 +100,14 @@ def command(verb: Callable[..., Answer]) -> Callable[..., None]:
     parameters.append(Parameter("as_json", Parameter.KEYWORD_ONLY, annotation=Annotated[bool, JSON], default=False))
 
     def run(*, as_json: bool, **given: Any) -> None:
+        _notes.clear()
         for name, read in reads.items():
             given[name] = read(given[name])
         for name, kind in settings.items():
             given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind) if field.name in given})
         answer = verb(**given)
+        for text in _notes:
+            typer.echo(text, err=True)
         typer.echo(json.dumps(answer.value, allow_nan=False) if as_json else printable(answer.text))
         if answer.error is not None:
             if answer.error:
@@ -183,6 +186,14 @@ def _option(
     if Path in (kind, *get_args(kind), *(part for each in get_args(kind) for part in get_args(each))):
         info.parser = _path
     return Parameter(name, Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info], default=default), read
+
+
+_notes: dict[str, None] = {}  # of the verb that runs, each once
+
+
+def note(text: str) -> None:
+    """Print a line on stderr before the answer; an error is the only output of a verb."""
+    _notes[printable(text)] = None
 
 
 def _path(text: str | Path) -> Path:

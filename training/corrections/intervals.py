@@ -39,6 +39,7 @@ COVERAGE = 0.9
 ROOFLINE_LOG = math.log(3.0)  # a roofline is within a factor of three of almost all measurements
 UNSUPPORTED_LOG = math.log(2.0)  # added in full if all of an iteration lies outside the measured range
 EXTRAPOLATED_SHARE = 0.2  # what takes a fifth of an iteration can be wrong by half before that costs ten percent
+LARGE_LOG = math.log(10.0)  # of an op: percent would tell nobody anything
 MOST_LOG = 100.0  # a wider interval is useless, and its end would overflow
 
 

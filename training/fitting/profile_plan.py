@@ -37,7 +37,7 @@ MICRO_BATCHES = 16  # of the catalogue's jobs: the optimizer takes a small part 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 SIZES = tuple(2**power for power in range(12, 31, 2))
 LINKS_SHARE = 0.2  # share of the time, if there are several devices
-MOST_MINUTES = 240.0
+MOST_MINUTES, MOST_DEVICES = 240.0, 1024
 
 
 def profile_plan(
@@ -56,6 +56,8 @@ def profile_plan(
     seconds = 60 * minutes - LAUNCH_S
     if not 0 < minutes <= MOST_MINUTES or seconds < 10 * OP_S:
         raise CollectError(f"minutes must be from 0.5 to {MOST_MINUTES:g}, got {minutes:g}")
+    if not 1 <= devices <= MOST_DEVICES:
+        raise CollectError(f"devices of a node must be from 1 to {MOST_DEVICES}, got {devices:.6g}")
     links: list[dict[str, Any]] = []
     if devices > 1:  # collectives within a node with all sizes, those over all devices first
         groups = dict.fromkeys([devices, *(2**power for power in range(int(math.log2(devices)), 0, -1))])

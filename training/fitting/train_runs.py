@@ -79,13 +79,13 @@ def train(
         raise StepsightError(f"seed must be a number >= 0, got {seed}")
     folders, out = [Path(folder) for folder in collections], Path(out)
     uri, say = begin_training(out, tracking_uri, progress)
-    say("reading event profiles and traces")
     runs = training_data.read_runs(folders, roles)
     imported = training_data.read_imported_runs(folders, hardware_name)
     profile = training_data.read_profiles(folders, _fabric(hardware_name, runs), imported)
     if not profile.ops and not any(run.segments for run in runs):
         rule = f"training needs event profiles or traces of runs with role {' or '.join(roles)}"
         raise TraceError(f"{rule}, got none in {', '.join(map(str, folders))}")
+    say("event profiles and traces are read")
     hardware = measured_hardware(hardware_name, profile, runs, imported)
     with tracked(uri, f"train {hardware_name}") as run:
         predictor = _learn(profile, runs, imported, hardware, (seed, context), say)

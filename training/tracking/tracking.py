@@ -147,6 +147,7 @@ def begin_training(out: Path, stated: str | None, progress: bool) -> tuple[str, 
     check_output(out)
     check_store(uri)
     if stated and is_missing(uri):
+        check_output_file(database_file(uri))
         say(f"there is no MLflow store {uri}: creating it")
     return uri, say
 
@@ -211,7 +212,7 @@ def check_store(uri: str) -> None:
     try:
         if uri.startswith("sqlite:"):
             path = database_file(uri)
-            check_output_file(path)
+            check_output_file(path, made=True)
             if path.exists() and path.stat().st_size:
                 with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
                     connection.execute("SELECT name FROM sqlite_master").fetchall()

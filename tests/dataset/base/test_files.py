@@ -151,11 +151,13 @@ def test_no_link_and_no_file_becomes_a_folder(tmp_path: Path) -> None:
 def test_an_output_is_checked_before_the_work(tmp_path: Path) -> None:
     """What cannot be written is known at once, and asking leaves nothing behind."""
     (tmp_path / "file").write_text("old")
-    check_output_file(tmp_path / "new" / "deep" / "a.json")
+    check_output_file(tmp_path / "new" / "deep" / "a.json", made=True)
     check_output_file(tmp_path / "file")
     for path in (tmp_path / "file" / "a.json", Path("/proc/a/b.json")):
-        with pytest.raises(StepsightError, match=r"^an output needs a folder that can be written to, got [^\n]*$"):
+        with pytest.raises(StepsightError, match=r"^an output file needs a folder that is there, got [^\n]*$"):
             check_output_file(path)
+        with pytest.raises(StepsightError, match=r"^an output needs a folder that can be written to, got [^\n]*$"):
+            check_output_file(path, made=True)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -250,10 +250,15 @@ def test_words_for_links_that_are_not_understood_are_said(tmp_path: Path) -> Non
 
 
 def test_each_row_and_column_is_used_or_told(tmp_path: Path) -> None:
-    """A row with more cells than columns does not stop the others; a misspelt column is named."""
+    """A row with more or fewer cells than columns counts as its source's, and does not stop the others; a misspelt
+    column is named.
+    """
     path = write_runs(tmp_path / "runs.csv", run_row(), run_row(row_id="2", notes="one, two"), run_row(row_id="3"))
     ends = ("recmpute", "x", "y", "z")
     path.write_text("".join(f"{a},{b}\n" for a, b in zip(path.read_text().splitlines(), ends, strict=True)))
     result = evaluate(path)
     assert "columns that are not read: recmpute" in result.warnings
     assert len(result.scored) == 2 and result.skipped == {"it has more or fewer cells than columns": 1}
+    path.write_text(path.read_text() + path.read_text().splitlines()[1].rpartition(",")[0])
+    result = evaluate(path)
+    assert result.skipped == {"it has more or fewer cells than columns": 2} and len(result.rows) == 1

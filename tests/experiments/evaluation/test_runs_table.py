@@ -130,6 +130,7 @@ def test_rows_without_a_number_have_that_of_their_line(tmp_path: Path) -> None:
     [
         ("layers", "thirty", "layers must be a whole number, got 'thirty'"),
         ("layers", "8.5", "layers must be a whole number, got 8.5"),
+        ("layers", "1e300", "layers must lie within +-1e+18, got '1e300'"),
         ("gated_mlp", "perhaps", "gated_mlp must be yes or no, got 'perhaps'"),
         ("gated_mlp", "2", "gated_mlp must be yes or no, got '2'"),
         ("iteration_time_s", "-3.9", "iteration_time_s must lie within 1e-06 and 1e+07, got -3.9"),

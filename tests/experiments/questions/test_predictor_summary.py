@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stepsight.experiments.questions.describe import describe
 from stepsight.experiments.questions.predictor_summary import predictor_text
-from stepsight.training.corrections.intervals import Intervals
+from stepsight.training.corrections.intervals import Intervals, NodeDoubts
 from stepsight.training.predictor.predictor import Predictor
 from tests.gnn.random_networks import random_network
 
@@ -50,6 +50,13 @@ def test_one_from_own_runs() -> None:
     assert "held back    iterations of runs held back 3.2 % off on average" in text
     assert "interval     -9.5 % to +10.5 %, for 90 %, by 12 runs held back" in text
     assert "made         2026-01-02T03:04:05Z, digest d1, with torch 2.13.0" in text
+
+
+def test_a_large_doubt_is_a_factor() -> None:
+    """Percent would read as a mistake."""
+    of = lambda half: predictor_text(Path("mine"), replace(Predictor.load("a100-sxm"), doubts=NodeDoubts({"": half})))
+    assert "off by at most 65 %; 0 kinds" in of(0.5)
+    assert "off by at most a factor of 12.7 (with few runs held back, the largest error of an op counts)" in of(2.54)
 
 
 def test_one_from_tables_of_an_unknown_device() -> None:
