@@ -15,23 +15,20 @@ from stepsight.dataset.base.errors import JobError, PredictorError, StepsightErr
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.experiments.evaluation import error_metrics
 from stepsight.experiments.evaluation.error_metrics import PredictorOf, Scored
-from stepsight.experiments.reports.text_table import Number, table_of
+from stepsight.experiments.reports.text_table import table_of
 from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.iteration.simulate import Simulation
 from stepsight.simulator.programs.segment import Segment
-from stepsight.training.corrections.intervals import seconds_text
 from stepsight.training.prediction.prediction import ROOFLINE, predict
 
 ANALYTIC, MFU = "analytic", "mfu"
 BASELINES = (ROOFLINE, ANALYTIC, MFU)
 
 
-def read_baselines(text: str) -> tuple[str, ...]:
-    """The names in ``roofline,analytic``."""
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    if not names or not set(names) <= set(BASELINES):
-        raise StepsightError(f"--baseline takes some of {', '.join(BASELINES)}, separated by commas, got {text!r:.80}")
-    return names
+def check_baselines(names: Sequence[str]) -> None:
+    """Check, before long work, that there are such baselines."""
+    if unknown := [name for name in names if name not in BASELINES]:
+        raise StepsightError(f"--baseline takes some of {', '.join(BASELINES)}, got {unknown[0]!r:.80}")
 
 
 def closed_form(simulation: Simulation) -> dict[str, float]:
@@ -125,16 +122,3 @@ def baselines_text(found: Mapping[str, Mapping[str, Any]]) -> str:
     keys = ("mape", "median", "p90", "max", "bias", "regret")
     columns = {"baseline, percent": "model", "rows": "used", **{key: key for key in keys}}
     return table_of(rows, columns)
-
-
-def terms_text(terms: Mapping[str, float], ours_s: float) -> str:
-    """The terms of the closed form as text, beside the prediction."""
-    whole = sum(terms.values())
-    rows = [
-        {"analytic": name.replace("_", " "), "time": seconds_text(value), "%": Number(100 * value / whole)}
-        for name, value in terms.items()
-        if value > 0
-    ]
-    difference = f"{100 * (whole / ours_s - 1):+.1f} % from the prediction"
-    head = f"analytic   {seconds_text(whole)}, {difference}: terms that add up, without simulating the schedule"
-    return f"{head}\n{table_of(rows, {key: key for key in ('analytic', 'time', '%')})}"

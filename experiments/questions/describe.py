@@ -9,7 +9,7 @@ from typing import Any
 
 from stepsight.dataset.base.bounded import parsing
 from stepsight.dataset.base.errors import JobError, StepsightError, shorten
-from stepsight.dataset.base.files import SUFFIXES, check_output_file, read_facts, set_aside
+from stepsight.dataset.base.files import SUFFIXES, read_facts, set_aside
 from stepsight.dataset.base.registry import Registry, did_you_mean
 from stepsight.dataset.capture.captured import MANIFEST, captures_in, is_program, read_captured
 from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, Fabric, Hardware, facts_in, find_fabric, usual_fabric
@@ -106,18 +106,6 @@ def _job(job: Job) -> dict[str, Any]:
     text += "".join(f"\nwarning: {warning}" for warning in job.warnings)
     counts = {"devices": job.cluster.num_devices, "micro_batches": job.num_micro_batches}
     return {"job": job.to_dict(), **counts, "text": text}
-
-
-def write_table(collection: Path, table: Path) -> int:
-    """Write every measurement of a collection as Parquet; return their number."""
-    from stepsight.dataset.tables.formats import read_collection_table
-
-    if table.suffix != ".parquet":
-        raise StepsightError(f"--table ends in .parquet, got {str(table)!r:.80}")
-    check_output_file(table)
-    found = read_collection_table(collection)
-    found.to_parquet(table)
-    return len(found)
 
 
 def _measurements(path: Path) -> dict[str, Any]:

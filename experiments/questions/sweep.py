@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.base.errors import JobError, StepsightError
+from stepsight.dataset.base.errors import JobError, StepsightError, shorten
 from stepsight.dataset.base.registry import did_you_mean
 from stepsight.dataset.hardware.hardware_facts import LINK_KEYS
 from stepsight.dataset.job.job import Job
@@ -115,6 +115,8 @@ def toml_value(word: str) -> Any:
         return tomllib.loads(f"value = {word}")["value"]
     except tomllib.TOMLDecodeError:
         return word
+    except ValueError as error:  # more digits than Python reads
+        raise StepsightError(f"a value must be one of TOML, got {shorten(word)}: {error}") from None
 
 
 COLUMNS: dict[str, Callable[[Prediction], Any]] = {

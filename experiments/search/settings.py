@@ -25,7 +25,7 @@ OBJECTIVES = ("iteration_time", "tokens_per_s_per_device", "training_time", "cos
 ROBUST = INTERVAL, REGRET = "interval", "regret"
 SAMPLERS = ("auto", "enumerate", "tpe", "random")
 TOKENS = 1e9  # tokens, if none are stated
-MOST = 1e30
+LEAST, MOST = 1e-9, 1e30
 MOST_SCENARIOS = 1000
 MOST_SEED = MOST_SIZE = 2**31  # samplers take 32 bits, and a continued study adds its trials
 
@@ -72,9 +72,9 @@ class Goal:
         numbers |= {f"the price of {name}": value for name, value in self.prices.items()}
         numbers |= {f"the power of {name}": value for name, value in self.power_w.items()}
         for name, value in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST:
-                rule = "a number of sequences > 0, or 0 for no penalty" if name == "critical_batch" else "a number > 0"
-                raise StepsightError(f"{name} must be {rule}, got {value!r:.80}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not LEAST <= value <= MOST:
+                none = ", or 0 for no penalty" if name == "critical_batch" else ""
+                raise StepsightError(f"{name} must be a number from {LEAST:g} to {MOST:g}{none}, got {value!r:.80}")
 
     def scale(self, job: Job) -> float:
         """Score of a job over its iteration time; the least score is best.

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 _SECONDS = "seconds"  # attribute of a trial: its ``Seconds``
 _MOST_S = 1e12  # of a stored time
+MOST_WORKERS = 1024  # processes
 _SQLITE_WAIT_S = 60.0
 _BEGINNING = b'{"op_code":'  # of a journal
 
@@ -301,6 +302,8 @@ def _unpacked(packed: bytes) -> Predictor:
 @contextmanager
 def local_map(workers: int) -> Iterator[MapFn | None]:
     """Provide a ``map_fn`` with a number of processes on this machine; None for one: the search predicts itself."""
+    if not 1 <= workers <= MOST_WORKERS:
+        raise StepsightError(f"workers must be from 1 to {MOST_WORKERS}, got {workers!r:.40}")
     if workers == 1:
         yield None
         return

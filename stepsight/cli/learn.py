@@ -115,7 +115,7 @@ def evaluate_command(
     plot: Plot = None,
     worst: Annotated[int, typer.Option(min=0)] = 5,
     groups: bool = False,
-    baseline: str = "",
+    baseline: tuple[str, ...] = (),
     fabric: str | None = None,
     software: str = "",
     explain_columns: Annotated[bool, _prints("explanation")] = False,
@@ -158,12 +158,13 @@ def evaluate_command(
         return _judge_measurements(runs, source.load(), fabric, software)
     refuse_given(context, ("fabric", "software"), _NOT_FOR_RUNS)
     from stepsight.experiments.calibration.calibrate_runs import FITTED_ON, SPLITS, calibrate_small, read_most_gpus
-    from stepsight.experiments.evaluation.baselines import baseline_figures, baselines_text, read_baselines
+    from stepsight.experiments.evaluation.baselines import baseline_figures, baselines_text, check_baselines
     from stepsight.experiments.evaluation.evaluate import evaluate, evaluation_text
     from stepsight.experiments.reports.plots import plot_published_runs
 
     most_gpus = None if calibrate is None else read_most_gpus(calibrate)
-    names, predictor = read_baselines(baseline) if baseline else (), source.load()
+    check_baselines(baseline)
+    predictor = source.load()
     result = evaluate(runs, predictor, source=rows, on_row=progress("rows predicted"))
     if plot is not None:
         plot_published_runs(result.points, plot, "published runs")
@@ -174,8 +175,8 @@ def evaluate_command(
             value[name] = calibrate_small(result, judges, most_gpus, set_of, on_set)
             shown[FITTED_ON[name].format(most_gpus)] = value[name]
     text = evaluation_text(result, worst, shown, groups=groups)
-    if names:
-        value["baselines"] = baseline_figures(result.scored, judges, names)
+    if baseline:
+        value["baselines"] = baseline_figures(result.scored, judges, baseline)
         text += f"\n\n{baselines_text(value['baselines'])}"
     return Answer(value, text)
 

@@ -181,6 +181,8 @@ def _option(
         kind, default, info.metavar = list[str] | None, None, info.metavar or "WHAT=NUMBER"
     elif kind == float | str:
         kind = str
+    elif {int, float} & {kind, *get_args(kind)}:
+        read = partial(_bounded, shown)
     elif kind is str and default == "" and is_option:
         read, kind, default = partial(_stated, shown), str | None, None
     if Path in (kind, *get_args(kind), *(part for each in get_args(kind) for part in get_args(each))):
@@ -203,6 +205,14 @@ def _path(text: str | Path) -> Path:
         raise typer.BadParameter(str(error)) from None
 
 
+def _bounded(option: str, number: float | None) -> float | None:
+    """Refuse what no size is: infinity, what is no number, and whole numbers of hundreds of digits."""
+    most = 2**63 if isinstance(number, int) else sys.float_info.max
+    if number is not None and not abs(number) <= most:
+        raise StepsightError(f"{option} must lie within +-{most:.3g}, got {number!r:.40}")
+    return number
+
+
 def _stated(option: str, text: str | None) -> str:
     """Read a text; refuse an empty one, which would count as not given."""
     if text == "":
@@ -218,7 +228,7 @@ def comma_separated(option: str, kind: type, default: Any, text: str | None) -> 
     if not all(found) or (kind is int and not all(word.isascii() and word.isdigit() for word in found)):
         what = "whole numbers" if kind is int else "words"
         raise StepsightError(f"{option} must be {what}, separated by commas, got {text!r:.80}")
-    return tuple(map(kind, found))
+    return tuple(_bounded(option, int(word[:40])) if kind is int else kind(word) for word in found)  # 40: too large
 
 
 def pairs(option: str, texts: Iterable[str] | None, read: Callable[[str], Any] = str) -> dict[str, Any]:
@@ -233,6 +243,8 @@ def pairs(option: str, texts: Iterable[str] | None, read: Callable[[str], Any] =
             found[key] = read(value)
             if not key or "=" not in text:
                 raise ValueError
+        except StepsightError:
+            raise
         except ValueError:
             kind = "NUMBER" if read in (int, float) else "VALUE"
             raise StepsightError(f"{option} must be KEY={kind}, got {text!r:.80}") from None

@@ -143,8 +143,7 @@ def capture_command(
     *,
     world_size: Annotated[str, typer.Option(metavar="VALUE,VALUE…")],
     out: Annotated[Path, "-o"],
-    rank: int | None = None,
-    ranks: str = "auto",
+    ranks: Annotated[str, "--ranks", "--rank"] = "auto",
     devices_per_node: int = 8,
     warm_up: int = 1,
     device: str = "cuda",
@@ -178,7 +177,6 @@ def capture_command(
         world_size: Ranks of the job. Several numbers, for example 8,64,512, are captured into a folder each and
             compared in one table of time, memory and scaling on --hardware.
         out: Folder to write: new, or an earlier capture, which is replaced.
-        rank: Rank to capture; short for --ranks with one number.
         ranks: Ranks to capture, as 0,8,16. auto: rank 0, every rank to which it sends messages, also through others
             (one of each pipeline stage), the last rank of each all-to-all group (experts), and the rank with
             the largest part, where parts differ.
@@ -198,11 +196,8 @@ def capture_command(
     from stepsight.training.prediction.captured_prediction import captured_latency
 
     _refuse_unused(context, script, hardware)
-    if rank is not None and ranks != "auto":
-        raise StepsightError(f"--rank and --ranks exclude each other, got {rank} and {ranks!r:.80}")
     run = {"local_size": devices_per_node, "warm_up": warm_up, "device": device, "timeout_s": timeout}
-    own = ranks if rank is None else str(rank)
-    captured_at = _capturer(script, arguments or [], (inference, dims, precision), run, own)
+    captured_at = _capturer(script, arguments or [], (inference, dims, precision), run, ranks)
     learned = load_predictor(predictor)
     if hardware:
         captured_latency(hardware, fabric, learned)  # a capture takes long
@@ -221,7 +216,7 @@ def _refuse_unused(context: typer.Context, script: Path, hardware: str) -> None:
     from stepsight.dataset.tensors.program import is_model
 
     if is_model(script):
-        theirs = ("rank", "ranks", "warm_up", "device", "timeout")
+        theirs = ("ranks", "warm_up", "device", "timeout")
         refuse_given(context, theirs, "is for scripts: a model is read, and not run. Leave it out")
     if not hardware:
         refuse_given(context, ("fabric", "predictor"), "is for several world sizes, which are compared on --hardware")

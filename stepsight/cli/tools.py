@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from stepsight.cli.files import Force, check_job_output, stated_keys
-from stepsight.cli.options import Answer, pairs
+from stepsight.cli.options import Answer, Written, pairs
 from stepsight.dataset.base.errors import StepsightError
 
 
@@ -19,7 +19,6 @@ def job_command(
     out: Annotated[Path | None, "-o"] = None,
     hardware: str = "",
     nodes: Annotated[int | None, typer.Option(min=1)] = None,
-    devices_per_node: Annotated[int | None, typer.Option(min=1)] = None,
     given: Annotated[list[str] | None, "--set", typer.Option(metavar="KEY=VALUE")] = None,
     define: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE")] = None,
     to: Annotated[str, typer.Option(metavar="FORMAT")] = "",
@@ -43,7 +42,6 @@ def job_command(
         out: Job file (.toml) or configuration to write.
         hardware: Name of the devices; configurations do not state it.
         nodes: Number of nodes.
-        devices_per_node: Devices of a node.
         given: Set a key of the job, for example model.seq_len=4096. Repeatable.
         define: Set a variable of a shell script. Repeatable.
         to: Write a configuration instead: megatron, megatron-script, torchtitan, deepspeed, accelerate, huggingface,
@@ -57,8 +55,7 @@ def job_command(
     from stepsight.experiments.reports.job_texts import config_text, written_text
 
     check_job_output(out, to, configs, force)
-    per_node = {"cluster.devices_per_node": devices_per_node} if devices_per_node else {}
-    values = {**per_node, **stated_keys(configs, given, hardware, nodes)}
+    values = stated_keys(configs, given, hardware, nodes)
     read = read_configs(configs, Given(values=values, variables=pairs("--define", define), pick=pick))
     value, text = read.to_dict(), config_text(read)
     value["job"] = None if read.read is None else read.job.to_dict()
@@ -83,7 +80,12 @@ def job_command(
     return Answer(value, text)
 
 
-def show_command(path: Path | None = None, other: Path | None = None, *, table: Path | None = None) -> Answer:
+def show_command(
+    path: Path | None = None,
+    other: Path | None = None,
+    *,
+    table: Annotated[Path | None, Written((".parquet",), b"PAR1")] = None,
+) -> Answer:
     """Describe a file or folder: what it is and what it contains; without one, list the names that can be described.
     Example:
 
@@ -96,7 +98,8 @@ def show_command(path: Path | None = None, other: Path | None = None, *, table: 
         other: A second captured script or program: show what differs.
         table: For a collection: write every measured op and collective to this file (.parquet).
     """
-    from stepsight.experiments.questions.describe import describe, names, write_table
+    from stepsight.dataset.tables.formats import read_collection_table
+    from stepsight.experiments.questions.describe import describe, names
 
     if path is not None and other is not None:
         from stepsight.dataset.capture.captured import read_captured
@@ -107,8 +110,10 @@ def show_command(path: Path | None = None, other: Path | None = None, *, table: 
     description = names() if path is None else describe(path)
     text = description.pop("text")
     if path is not None and table is not None:
-        description["measurements"] = write_table(path, table)
-        text += f"\nwrote {description['measurements']} measurements to {table}"
+        found = read_collection_table(path)
+        found.to_parquet(table)
+        description["measurements"] = len(found)
+        text += f"\nwrote {len(found)} measurements to {table}"
     return Answer(description, text)
 
 

@@ -154,7 +154,7 @@ def test_every_verb_answers_as_json_and_takes_keys_of_jobs() -> None:
 
 def test_an_empty_option_is_refused() -> None:
     """It would count as not given."""
-    for option in ("--date", "--container", "--framework", "--hardware", "--baseline"):
+    for option in ("--date", "--container", "--framework", "--hardware"):
         refused = run.invoke(app, ["predict", str(EXAMPLES / "gpt3-175b-1024.toml"), option, ""])
         assert f"{option} must not be empty, got ''" in str(refused.exception)
 

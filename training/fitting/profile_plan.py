@@ -57,7 +57,7 @@ def profile_plan(
     if not 0 < minutes <= MOST_MINUTES or seconds < 10 * OP_S:
         raise CollectError(f"minutes must be from 0.5 to {MOST_MINUTES:g}, got {minutes:g}")
     if not 1 <= devices <= MOST_DEVICES:
-        raise CollectError(f"devices of a node must be from 1 to {MOST_DEVICES}, got {devices:.6g}")
+        raise CollectError(f"devices of a node must be from 1 to {MOST_DEVICES}, got {devices!r:.40}")
     links: list[dict[str, Any]] = []
     if devices > 1:  # collectives within a node with all sizes, those over all devices first
         groups = dict.fromkeys([devices, *(2**power for power in range(int(math.log2(devices)), 0, -1))])

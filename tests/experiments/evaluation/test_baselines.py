@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from stepsight import predict
 from stepsight.cli import app
-from stepsight.dataset.base.errors import StepsightError
-from stepsight.experiments.evaluation.baselines import BASELINES, baseline_figures, closed_form, read_baselines
+from stepsight.experiments.evaluation.baselines import BASELINES, baseline_figures, closed_form
 from stepsight.experiments.evaluation.evaluate import evaluate
 from tests.experiments.evaluation.run_tables import run_row, write_runs
 
@@ -44,16 +43,6 @@ def test_baselines_answer_the_same_rows(tmp_path: Path) -> None:
     assert "baseline, percent" in shown.stdout
 
 
-def test_terms_are_printed_beside_a_prediction() -> None:
-    job = str(EXAMPLES / "gpt3-175b-1024.toml")
-    done = CliRunner().invoke(app, ["predict", job, "--baseline", "analytic", "--json"])
-    told = json.loads(done.stdout)["analytic"]
-    assert told["iteration_time_s"] == pytest.approx(sum(told["terms"].values()))
-    assert "bubble" in CliRunner().invoke(app, ["predict", job, "--baseline", "analytic"]).stdout
-
-
 def test_other_names_are_refused() -> None:
-    assert read_baselines("mfu, analytic") == ("mfu", "analytic")
-    for text in ("", "mfu,guess"):
-        with pytest.raises(StepsightError, match="--baseline takes some of roofline, analytic, mfu"):
-            read_baselines(text)
+    done = CliRunner().invoke(app, ["evaluate", str(EXAMPLES / "runs.csv"), "--baseline", "mfu, guess"])
+    assert "--baseline takes some of roofline, analytic, mfu, got 'guess'" in str(done.exception)
