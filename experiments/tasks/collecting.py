@@ -158,7 +158,6 @@ def reuse_events(plan: dict[str, Any], folders: Sequence[Path], out: Path) -> in
         if out.exists() and any(path.name != "events" for path in out.iterdir()):
             raise CollectError(f"a new collection needs a new or empty folder, got {out}")
         for path, value in {**files, out / "plan.json": plan}.items():  # the plan last: what is half-written has none
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, value)
     return asked - _count(plan["events"])
 
@@ -242,7 +241,6 @@ def collect_ops(
              "seconds": min(seconds, SECONDS_OF_ONE * len(ops))}  # fmt: skip
     plan = check_plan({"schema": SCHEMA, "runs": [], "events": [event], "device": "auto"})
     if not (out / "plan.json").exists():
-        out.mkdir(parents=True, exist_ok=True)
         write_json(out / "plan.json", plan)
     knew = f"the predictor knew {100 * known:.0f} % of the computation" if predictor else "no predictor was named"
     return {

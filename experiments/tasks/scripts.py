@@ -284,8 +284,6 @@ def _check(script: Script, out: Path) -> None:
     if script.ranks is not None and script.ranks > available_ranks():
         most = f"--nproc-per-node <= {available_ranks()} here"
         raise CollectError(f"every rank needs a core (or GPU) of its own: {most}, got {script.ranks}")
-    if out.exists() and not out.is_dir():
-        raise CollectError(f"a collection is a folder, got the file {out}")
     check_writable(out)
     others = [path.name for path in (out / TRACED).glob("[!.]*") if path.name != script.name]
     if others or ((out / "plan.json").exists() and not (out / TRACED / script.name).exists()):

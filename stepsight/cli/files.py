@@ -206,12 +206,10 @@ def check_job_output(out: Path | None, to: str, read: Sequence[Path], force: boo
 
     if out is None:
         return
-    if not to and out.suffix != ".toml":
-        raise StepsightError(f"--out ends in .toml, got {str(out)!r:.80}; or name a format with --to")
     if any(out.exists() and each.exists() and out.samefile(each) for each in read):
         raise StepsightError(f"--out must not be a file that is read, got {str(out)!r:.80}: name a new file")
-    check_output_file(out)
     if not to:
         JOB_FILE.checked("--out", out)
-    elif out.exists() and not force:
+    check_output_file(out)
+    if to and out.exists() and not force:
         raise StepsightError(f"--out must be a new file, got {str(out)!r:.80}: name another one, or give --force")

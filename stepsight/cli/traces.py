@@ -80,8 +80,6 @@ def _import_traces(
 
     if out is None:
         raise StepsightError(f"import {format} needs --out: the folder of the collection to write")
-    if out.exists() and not out.is_dir():
-        raise StepsightError(f"--out must be a new folder or a collection, got the file {out}")
     check_writable(out)
     read = placement = None
     if job is not None:

@@ -114,7 +114,7 @@ def test_from_a_model_in_a_file_to_a_prediction(tmp_path: Path) -> None:
 def test_what_a_model_does_not_use_is_refused(tmp_path: Path) -> None:
     """It is read and not run, so options of runs change nothing; neither does a cluster for one world size."""
     words = ("capture", "--world-size", 4, "--out", tmp_path / "no")
-    for option in ("--ranks 4", "--ranks 0,0", "--timeout nan", "--warm-up -1", "--device cpu"):
+    for option in ("--ranks 4", "--ranks 0,0", "--timeout 0", "--warm-up -1", "--device cpu"):
         with pytest.raises(StepsightError, match=f"{option.split()[0]} is for scripts: a model is read, and not run"):
             ask(*words, *option.split(), tmp_path / "mlp.pt2")
     with pytest.raises(StepsightError, match="--fabric is for several world sizes"):

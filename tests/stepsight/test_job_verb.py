@@ -159,6 +159,13 @@ def test_an_empty_option_is_refused() -> None:
         assert f"{option} must not be empty, got ''" in str(refused.exception)
 
 
+@pytest.mark.parametrize("words", [["--pick", "3"], ["--define", "A=1"]])
+def test_what_a_file_has_not_is_not_picked(words: list[str]) -> None:
+    """A job file holds one job, and no variables."""
+    refused = run.invoke(app, ["job", str(EXAMPLES / "gpt3-175b-1024.toml"), *words])
+    assert "is for formats megatron, dlrm" in str(refused.exception) and "leave it out" in str(refused.exception)
+
+
 def _asked(*words: str) -> Job:
     done = run.invoke(app, ["job", *words, "--json"])
     assert done.exit_code == 0, done.exception

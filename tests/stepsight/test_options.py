@@ -86,9 +86,18 @@ def test_an_error_after_the_answer_is_exit_code_2() -> None:
     assert (result.exit_code, result.stdout) == (2, "done\n") and result.stderr == "error: it failed\n"
 
 
-@pytest.mark.parametrize(("option", "text"), [("--nodes", "8;16"), ("--nodes", ""), ("--factors", "gemm")])
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [("--nodes", "8;16"), ("--nodes", ""), ("--factors", "gemm"), ("--seed", "9" * 400), ("--nodes", "9" * 5000)],
+)
 def test_other_texts_are_refused(option: str, text: str) -> None:
     assert isinstance(run("a.toml", option, text).exception, StepsightError)
+
+
+@pytest.mark.parametrize("text", ["inf", "-inf", "nan", "1e400"])
+def test_a_number_is_finite(text: str) -> None:
+    done = CliRunner().invoke(app, ["search", "job.toml", "--timeout-s", text])
+    assert f"--timeout-s must lie within +-1.8e+308, got {float(text)}" in str(done.exception)
 
 
 def test_an_option_without_a_meaning_is_refused() -> None:

@@ -33,6 +33,7 @@ BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
         ("a.sh", "train --hybrid-layer-pattern MM*-", "state spaces"),
         ("a.py", "def f() -> Trainer.Config: pass\ndef g() -> Trainer.Config: pass", "pick one of f, g"),
         ("a.py", "def f(", "not valid Python"),
+        ("a.py", "x = 1", "must hold functions that return a Trainer.Config, got none"),
         ("a.json", '{"zero_optimization": 3, "train_batch_size": 8}', "zero_optimization must be a table"),
         (
             "a.toml",

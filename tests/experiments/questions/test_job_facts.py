@@ -41,5 +41,5 @@ def test_what_a_value_needs_follows() -> None:
 def test_texts_are_values_of_the_field() -> None:
     fields = {field.key: field for field in fields_of(GPT3)}
     assert fields["parallel.tp"].read("6") == 6 and fields["parallel.sequence_parallel"].read("False") is False
-    with pytest.raises(StepsightError, match="must be a number"):
+    with pytest.raises(StepsightError, match="must be a whole number"):
         fields["parallel.tp"].read("many")

@@ -103,6 +103,9 @@ def test_bad_goals_and_scenarios_are_refused(job: Job) -> None:
         Goal(objective="speed")
     with pytest.raises(StepsightError, match=r"price of a must be a number from 1e-09 to 1e\+30, got -1"):
         Goal(prices={"a": -1})
+    for tiny in ({"tokens": 1e-320}, {"critical_batch": 1e-320}):  # what follows from them would be infinite
+        with pytest.raises(StepsightError, match="must be a number from 1e-09 to"):
+            Goal(**tiny)
     with pytest.raises(StepsightError, match="price of a100-sxm-80gb is not known"):
         search(job, space=SMALL, goal=Goal(objective="cost"))
     with pytest.raises(StepsightError, match="whole numbers > 0, got 0"):

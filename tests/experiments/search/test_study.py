@@ -251,6 +251,9 @@ def test_a_search_with_workers_finds_the_same(job: Job) -> None:
             found = search(job, top=3, map_fn=map_fn)
             assert found.gap_percent == 0
             assert [choice.timed[0] for choice in found.choices[:3]] == pytest.approx(alone, rel=1e-9)
+    for workers in (0, 10**400):
+        with pytest.raises(StepsightError, match="workers must be from 1 to 1024"), local_map(workers):
+            pass
     with local_map(1) as none:
         assert none is None
 

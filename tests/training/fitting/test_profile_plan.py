@@ -32,6 +32,9 @@ def test_a_plan_for_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({str(op) for op in profile["ops"]}) == len(profile["ops"])
     with pytest.raises(CollectError, match="minutes must be from"):
         planning.profile_plan(MINE, [], 0.1)
+    for devices in (0, 10**400):
+        with pytest.raises(CollectError, match="devices of a node must be from 1 to 1024"):
+            planning.profile_plan(MINE, [], 1.0, devices=devices)
 
 
 def test_a_job_decides_what_is_measured_first() -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from stepsight import predict
-from stepsight.cli import app
-from stepsight.experiments.evaluation.baselines import BASELINES, baseline_figures, closed_form
 from stepsight.experiments.evaluation.evaluate import evaluate
+from stepsight.experiments.studies.small_to_large import closed_form
 from tests.experiments.evaluation.run_tables import run_row, write_runs
+from tests.experiments.evaluation.simple_models import BASELINES, baseline_figures, baselines_text
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -37,12 +35,4 @@ def test_baselines_answer_the_same_rows(tmp_path: Path) -> None:
     assert set(found) == set(BASELINES)
     assert found["roofline"]["mape"] == found["roofline"]["ours"]["mape"] == result.to_dict()["overall"]["mape"]
     assert all(each["used"] == 2 and {"regret", "ours"} <= set(each) for each in found.values())
-    done = CliRunner().invoke(app, ["evaluate", str(path), "--predictor", "roofline", "--baseline", "mfu", "--json"])
-    assert json.loads(done.stdout)["baselines"] == {"mfu": found["mfu"]}
-    shown = CliRunner().invoke(app, ["evaluate", str(path), "--predictor", "roofline", "--baseline", "mfu,analytic"])
-    assert "baseline, percent" in shown.stdout
-
-
-def test_other_names_are_refused() -> None:
-    done = CliRunner().invoke(app, ["evaluate", str(EXAMPLES / "runs.csv"), "--baseline", "mfu, guess"])
-    assert "--baseline takes some of roofline, analytic, mfu, got 'guess'" in str(done.exception)
+    assert "baseline, percent" in baselines_text(found)
