@@ -56,7 +56,7 @@ def test_a_table_of_measurements(tmp_path: Path) -> None:
     told = describe(tmp_path / "mine.parquet")
     assert "1 measurements from 1 files" in told["text"] and "linear" in told["text"] and "evaluate" in told["text"]
     (tmp_path / "other.parquet").write_bytes(b"no table")
-    with pytest.raises(StepsightError, match="cannot read table .* must be a whole Parquet file"):
+    with pytest.raises(StepsightError, match=r"cannot read table .* must be a whole Parquet file"):
         describe(tmp_path / "other.parquet")
 
 
