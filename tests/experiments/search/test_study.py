@@ -104,7 +104,7 @@ def postgres() -> Iterator[str]:
 @pytest.mark.parametrize("sampler", ["auto", "random"])
 @pytest.mark.parametrize(
     "storage",
-    ["sqlite:///{}/new/study.db", "{}/new/study.log", pytest.param("postgres", marks=pytest.mark.storm)],
+    ["sqlite:///{}/study.db", "{}/study.log", pytest.param("postgres", marks=pytest.mark.storm)],
 )
 def test_processes_share_a_new_study(
     storage: str, sampler: str, job: Job, tmp_path: Path, request: pytest.FixtureRequest
