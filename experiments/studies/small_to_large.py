@@ -26,14 +26,14 @@ from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, Pa
 from stepsight.dataset.job.specs import Straggler
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_manifest import HARDWARE, Box, read_box, read_manifest
+from stepsight.experiments.evaluation.baselines import closed_form
 from stepsight.experiments.evaluation.error_metrics import regret
 from stepsight.experiments.reports.plots import plot_predicted_against_measured
 from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.studies.study import Options, Row, Study, cases, figures_text
 from stepsight.experiments.tasks.collecting import run_plan
-from stepsight.simulator.durations.latency_model import LatencyModel, Seconds
+from stepsight.simulator.durations.latency_model import Seconds
 from stepsight.simulator.iteration.simulate import Simulation, simulate
-from stepsight.simulator.programs.segment import Segment
 from stepsight.simulator.schedules import KIND_NAMES
 from stepsight.training.fitting.train_runs import spearman, train
 from stepsight.training.measured.planning import SleepingLatency, box_plan
@@ -279,59 +279,6 @@ def by_facts(job: Job, kind: type[SleepingLatency] = SleepingLatency) -> Simulat
     """The same simulator with hardware facts, without training."""
     assert isinstance(job.fabric, Fabric)
     return simulate(job, kind(PRESETS[HARDWARE], job.fabric))
-
-
-def closed_form(simulation: Simulation) -> dict[str, float]:
-    """The iteration by the closed form of automatic planners: seconds by term, which add up to it.
-
-    Of the slowest stage: ``m (f + b)`` of computation; collectives between ranks of a replica and messages there and
-    back for each of ``m`` micro-batches; the pipeline stands still for ``(p - 1) / v`` micro-batches; gradients are
-    sent once (for each micro-batch, with gathers, if parameters are sharded), and computation hides them where there is
-    no pipeline; the optimizer follows.
-    """
-    lowered, latency, parallel = simulation.lowered, simulation.timer.latency, simulation.job.parallel
-    many, track = simulation.job.num_micro_batches, lowered.track
-    passes: dict[tuple[int, str], tuple[float, float, float]] = {}  # by part and label: ops, collectives, of replicas
-    for action, at in enumerate(lowered.segment.tolist()):
-        part, segment = int(track.part[action]), lowered.segments[at]
-        if (part, segment.label) not in passes:
-            sent = (_sent(segment, latency, replicas=replicas) for replicas in (False, True))
-            passes[part, segment.label] = (_computed(segment, latency), *sent)  # type: ignore[assignment]
-    compute = inside = sharded = backward = 0.0
-    for stage in {int(track.schedule.placement[part, 0]) for part, _ in passes}:
-        own = {key: of for key, of in passes.items() if track.schedule.placement[key[0], 0] == stage}
-        if sum(of[0] for of in own.values()) >= compute:
-            compute, inside, sharded = (sum(of[index] for of in own.values()) for index in range(3))
-            backward = sum(of[0] for (_, label), of in own.items() if label != "forward")
-    message = float(latency.collective_seconds(lowered.messages).max()) if lowered.messages else 0.0
-    gradients, hidden = max((_sent(each, latency, replicas=True) for each in lowered.segments), default=0.0), 0.0
-    if parallel.zero_stage == 3:
-        gradients = many * sharded
-        hidden = min(gradients, many * compute)
-    elif parallel.pp == 1 and not parallel.zero_stage:
-        hidden = min(gradients, backward)
-    steps = [lowered.segments[number] for number in {*lowered.optimizer.tolist()} if number >= 0]
-    return {
-        "computation": many * compute,
-        "tensor_communication": many * inside,
-        "pipeline_communication": many * 2 * message,
-        "bubble": (parallel.pp - 1) / parallel.virtual_stages * (compute + inside + 2 * message),
-        "data_communication": gradients - hidden,
-        "optimizer": max((_computed(step, latency) for step in steps), default=0.0),
-    }
-
-
-def _computed(segment: Segment, latency: LatencyModel) -> float:
-    """Seconds of a segment's ops."""
-    ops = [node.work for node in segment.program.nodes if isinstance(node.work, Op)]
-    return float(latency.op_seconds(ops).sum()) if ops else 0.0
-
-
-def _sent(segment: Segment, latency: LatencyModel, *, replicas: bool) -> float:
-    """Seconds of a segment's collectives between replicas, or of those between ranks of one replica."""
-    nodes = [node for node in segment.program.nodes if node.stream.startswith("dp") == replicas and node.share == 1]
-    sent = [node.work for node in nodes if isinstance(node.work, Collective)]  # others: what they take of computation
-    return float(latency.collective_seconds(sent).sum()) if sent else 0.0
 
 
 def formula(job: Job) -> float:

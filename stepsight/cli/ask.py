@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MOST_BYTES = 200e6  # of traces that are written without being asked for by stage
 BYTES_OF_KERNEL = 900  # its operator, launch, arrow and the kernel itself
 _OF_JOBS = ("jobs", "schedule", "traces", "trace_stages", "tokens", "prices", "framework", "level", "latency",
-            "date", "container", "given")  # fmt: skip
+            "baseline", "date", "container", "given")  # fmt: skip
 TEN_BEST = SearchSettings(top=10)
 
 
@@ -87,6 +87,7 @@ def predict_command(
     files: PredictionFiles,
     tokens: float | None = None,
     prices: Prices = None,
+    baseline: Annotated[str, typer.Option(metavar="analytic")] = "",
     date: str = "",
     container: str = "",
     overrides: MovedJobOptions,
@@ -105,9 +106,12 @@ def predict_command(
         program: Predict a captured script instead of jobs (see `stepsight capture`).
         fabric: With --program: the fabric, a name or a file. Default: the usual one.
         tokens: Also print the days, device-hours and cost of training on this many tokens, as 15e12.
+        baseline: Also print the closed form of automatic planners, term by term: analytic.
         date: Answer for software of this date, as 2025-04: with its profile, and the drift that dated runs show.
         container: Answer for the software in this container, as nvcr.io/nvidia/nemo:26.06.
     """
+    if baseline not in ("", "analytic"):
+        raise StepsightError(f"--baseline of predict must be analytic, got {baseline!r:.80}")
     if program is not None:
         fixed = "the captured ranks fix the number of devices; capture again with --world-size"
         refuse_given(context, ("nodes",), f"does not go with --program: {fixed}")
@@ -139,6 +143,13 @@ def predict_command(
         for report, prediction in zip(reports, predictions, strict=True):
             report["plan"] = training_plan(prediction, goal)
             report["text"] += f"\ntraining   {plan_text(prediction.job.hardware_name, report['plan'])}"
+    if baseline:
+        from stepsight.experiments.evaluation.baselines import closed_form, terms_text
+
+        for report, prediction in zip(reports, predictions, strict=True):
+            terms = closed_form(prediction.simulation)
+            report["analytic"] = {"iteration_time_s": sum(terms.values()), "terms": terms}
+            report["text"] += f"\n{terms_text(terms, prediction.iteration_time_s)}"
     files.write(predictions[0])
     text = "\n\n".join(report.pop("text") for report in reports)
     return Answer(reports[0] if len(reports) == 1 else {"predictions": reports}, text)

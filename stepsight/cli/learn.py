@@ -115,6 +115,7 @@ def evaluate_command(
     plot: Plot = None,
     worst: Annotated[int, typer.Option(min=0)] = 5,
     groups: bool = False,
+    baseline: str = "",
     fabric: str | None = None,
     software: str = "",
     explain_columns: Annotated[bool, _prints("explanation")] = False,
@@ -141,6 +142,8 @@ def evaluate_command(
         plot: Plot predicted over measured times to this file (.png, .svg).
         worst: Number of worst rows to show with their breakdown.
         groups: Show every group of runs that differ only in strategy.
+        baseline: Also print errors and regret of these simple models on the same rows: some of roofline, analytic
+            (closed form of planners) and mfu (one utilisation for each chip and precision), separated by commas.
         fabric: For a table of collectives: the fabric of the measured cluster, a name or a .toml file. Default: the
             fabric that each row names.
         software: For a table of ops and collectives: take only rows whose software contains this text. Default: all
@@ -151,15 +154,16 @@ def evaluate_command(
     from stepsight.experiments.evaluation.error_metrics import predictor_by_hardware
 
     if runs.suffix == ".parquet" or runs.is_dir():
-        refuse_given(context, ("calibrate", "plot", "rows", "groups"), _NOT_FOR_TABLES)
+        refuse_given(context, ("calibrate", "plot", "rows", "groups", "baseline"), _NOT_FOR_TABLES)
         return _judge_measurements(runs, source.load(), fabric, software)
     refuse_given(context, ("fabric", "software"), _NOT_FOR_RUNS)
     from stepsight.experiments.calibration.calibrate_runs import FITTED_ON, SPLITS, calibrate_small, read_most_gpus
+    from stepsight.experiments.evaluation.baselines import baseline_figures, baselines_text, read_baselines
     from stepsight.experiments.evaluation.evaluate import evaluate, evaluation_text
     from stepsight.experiments.reports.plots import plot_published_runs
 
     most_gpus = None if calibrate is None else read_most_gpus(calibrate)
-    predictor = source.load()
+    names, predictor = read_baselines(baseline) if baseline else (), source.load()
     result = evaluate(runs, predictor, source=rows, on_row=progress("rows predicted"))
     if plot is not None:
         plot_published_runs(result.points, plot, "published runs")
@@ -170,6 +174,9 @@ def evaluate_command(
             value[name] = calibrate_small(result, judges, most_gpus, set_of, on_set)
             shown[FITTED_ON[name].format(most_gpus)] = value[name]
     text = evaluation_text(result, worst, shown, groups=groups)
+    if names:
+        value["baselines"] = baseline_figures(result.scored, judges, names)
+        text += f"\n\n{baselines_text(value['baselines'])}"
     return Answer(value, text)
 
 

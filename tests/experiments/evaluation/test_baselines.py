@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from stepsight import predict
+from stepsight.cli import app
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.experiments.evaluation.baselines import BASELINES, baseline_figures, closed_form, read_baselines
 from stepsight.experiments.evaluation.evaluate import evaluate
-from stepsight.experiments.studies.small_to_large import closed_form
 from tests.experiments.evaluation.run_tables import run_row, write_runs
-from tests.experiments.evaluation.simple_models import BASELINES, baseline_figures, baselines_text
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -35,4 +38,22 @@ def test_baselines_answer_the_same_rows(tmp_path: Path) -> None:
     assert set(found) == set(BASELINES)
     assert found["roofline"]["mape"] == found["roofline"]["ours"]["mape"] == result.to_dict()["overall"]["mape"]
     assert all(each["used"] == 2 and {"regret", "ours"} <= set(each) for each in found.values())
-    assert "baseline, percent" in baselines_text(found)
+    done = CliRunner().invoke(app, ["evaluate", str(path), "--predictor", "roofline", "--baseline", "mfu", "--json"])
+    assert json.loads(done.stdout)["baselines"] == {"mfu": found["mfu"]}
+    shown = CliRunner().invoke(app, ["evaluate", str(path), "--predictor", "roofline", "--baseline", "mfu,analytic"])
+    assert "baseline, percent" in shown.stdout
+
+
+def test_terms_are_printed_beside_a_prediction() -> None:
+    job = str(EXAMPLES / "gpt3-175b-1024.toml")
+    done = CliRunner().invoke(app, ["predict", job, "--baseline", "analytic", "--json"])
+    told = json.loads(done.stdout)["analytic"]
+    assert told["iteration_time_s"] == pytest.approx(sum(told["terms"].values()))
+    assert "bubble" in CliRunner().invoke(app, ["predict", job, "--baseline", "analytic"]).stdout
+
+
+def test_other_names_are_refused() -> None:
+    assert read_baselines("mfu, analytic") == ("mfu", "analytic")
+    for text in ("", "mfu,guess"):
+        with pytest.raises(StepsightError, match="--baseline takes some of roofline, analytic, mfu"):
+            read_baselines(text)
