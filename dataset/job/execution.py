@@ -60,7 +60,7 @@ class KernelSemantics:
     finds_scales: bool = False
     fp8_dynamic: bool = False  # weights too are cast where they are used, and inputs again in backward
     fp8_gathers: bool = True  # tensor-parallel ranks gather these operands in 8 bits
-    fp8_weights: bool = False  # FSDP casts the weights of linears and gathers 8 bits (enable_fsdp_float8_all_gather)
+    fp8_weights: bool = False  # the weights of linears are gathered in 8 bits (fp8_parameters)
     fp8_attention: bool = False  # fused attention computes in 8 bits
     fp8_activations: bool = False  # the input of the MLP's activation is kept in 8 bits
     casts_by_group: bool = False  # the operands of grouped products are cast by a kernel for each group
@@ -175,6 +175,8 @@ def _semantics(job: Job, on_cpu: bool, unsummed: bool) -> ExecutionSemantics:
     semantics = ENGINE_SEMANTICS[job.execution.engine or default_engine(precision)]
     shares = p.zero_stage == 3 and p.shards * p.cp > 1  # parameters
     dynamic = precision == "fp8" and batch.fp8_scaling in ("dynamic", "rowwise")
+    # Megatron's optimizer gathers 16 bits of MXFP8, whose two layouts differ (reuse_grad_buf_for_mxfp8_param_ag).
+    narrow = ("dynamic", "mxfp8", "delayed", "current") if shares else ("delayed", "current")
     kernels, states, main = semantics.kernels, semantics.states, PURE.get(precision, "fp32")
     if checkpoint:
         repeats = checkpoint == REENTRANT
@@ -194,7 +196,7 @@ def _semantics(job: Job, on_cpu: bool, unsummed: bool) -> ExecutionSemantics:
         finds_scales=precision == "nvfp4" or (precision == "fp8" and batch.fp8_scaling not in ("delayed", "mxfp8")),
         fp8_dynamic=dynamic,
         fp8_gathers=batch.fp8_scaling != "rowwise",
-        fp8_weights=dynamic and batch.fp8_parameters and batch.fp8_scaling != "rowwise" and shares,
+        fp8_weights=precision == "fp8" and batch.fp8_parameters and batch.fp8_scaling in narrow,
         fp8_attention=batch.fp8_attention and precision in QUANTIZED,
         fp8_activations=batch.fp8_activations and precision in QUANTIZED,
         casts_by_group=precision == "fp8" and batch.fp8_scaling == "mxfp8",

@@ -119,7 +119,7 @@ def linear(
     bias = shape.model.has_bias if bias is None else bias
     weights = (n, n * k) if bias_first else (n * k, n)
     here = again = cast_again(shape, n * k)
-    if shape.kernels.fp8_weights:  # cast before they are gathered; the other layout is a copy (torchao's float8_ops.py)
+    if shape.kernels.fp8_weights and shape.kernels.fp8_dynamic:  # cast before they are gathered; the other layout is a copy (torchao's float8_ops.py)
         here, again = (), (shape.op("copy", n * k // 2),)
     weight_grad = (
         *cast_again(shape, rows * k),

@@ -215,14 +215,13 @@ def traffic(sharing: Sharing, sent: Collectives, layers: Floats, numel: Floats, 
     """
     nothing = np.zeros(len(layers))
     p, overlap = sharing.job.parallel, sharing.semantics.overlap
-    size = DTYPE_BYTES[COMPUTE_DTYPE[sharing.job.batch.precision]]
+    size = DTYPE_BYTES[COMPUTE_DTYPE[sharing.job.batch.precision]] / (1 + sharing.semantics.kernels.fp8_weights)
     groups = (sharing.groups.shard, sharing.groups.experts)
     if sharing.fully:
         gathering = gathering_of((p.zero_stage, p.pp > 1), sharing.semantics, beside=sharing.beside)
         each, once = nothing, nothing
         for which, group in enumerate(groups):
-            less = 2 if sharing.semantics.kernels.fp8_weights and not which else 1  # of all but norms and biases
-            gather = sent.seconds(group, "all_gather", numel[:, which] * size / less)
+            gather = sent.seconds(group, "all_gather", numel[:, which] * size)
             grads = DTYPE_BYTES[sharing.semantics.states.gradient_dtype]
             scatter = sent.seconds(group, "reduce_scatter", numel[:, which] * grads)
             gathers, scatters = layers @ gather, layers @ scatter

@@ -176,7 +176,7 @@ def _lower(asked: _Asked) -> Lowered:
     replicas = sizes.replicas_of(asked.zero, asked.groups, asked.semantics, beside=asked.beside, share=asked.share)
     if overlap.gathers_lists:
         layers = [unit for part in parts for unit in part_units(shape, part) if not unit.root]
-        if max((numel for unit in layers for numel in unit.held[False]), default=0) >= _MOST_LIVE:
+        if max((numel for unit in layers for numel in unit.gathered(whole=True)[False]), default=0) >= _MOST_LIVE:
             replicas = replace(replicas, gathering=replace(replicas.gathering, prefetch=0))
     if overlap.by_rank and replicas.shards > 1:  # a rank's bucket that is never full is sent after the last backward
         numel = sum(unit.times * sum(unit.tensors[False]) for part in parts for unit in part_units(shape, part))
@@ -357,8 +357,9 @@ def optimizer_segment(
         _step(builder, shape, habits, numel, num_tensors)
     if replicas.zero_stage < 3 and not replicas.overlap_parameters:
         size = DTYPE_BYTES[shape.dtype] if max(replicas.shards, replicas.expert_shards) > 1 else 0
+        units = [unit for part in parts for unit in part_units(shape, part)] if size else []
         for group, experts, clock in ((groups.shard, False, DATA), (groups.experts, True, SECOND)):
-            num_bytes = size * sum(t.times * t.numel for t in tensors if t.expert == experts)
+            num_bytes = size * sum(unit.times * sum(unit.gathered(whole=False)[experts]) for unit in units)
             if replicas.by_rank and not experts:
                 _once_a_rank(builder, group, num_bytes, "parameters")
             elif num_bytes and group.size > 1:

@@ -382,13 +382,13 @@ def bucket_works(replicas: Replicas, numel: int, *, expert: bool) -> tuple[Colle
 
 def gathering_of(zero: tuple[int, bool], semantics: ExecutionSemantics, *, beside: bool = True) -> Gathering:
     """How a job gathers parameters; ``zero``, ``beside``: as in ``replicas_of``."""
-    (zero_stage, pipelined), overlap = zero, semantics.overlap
+    (zero_stage, pipelined), overlap, kernels = zero, semantics.overlap, semantics.kernels
     return Gathering(
         overlap.prefetch,
         overlap.reshard,
         reduce_once=zero_stage == 3 and pipelined and beside,
         lists=overlap.gathers_lists,
-        casts=semantics.kernels.casts_parameters or semantics.kernels.fp8_weights,
+        casts=kernels.casts_parameters or (kernels.fp8_dynamic and kernels.fp8_weights),
     )
 
 

@@ -59,12 +59,14 @@ class Unit:
             _TENSORS[id(self.block)] = known = (self.block, (tuple(found[0]), tuple(found[1])))
         return known[1]
 
-    @property
-    def held(self) -> Tensors:
-        """The same with those that are frozen, as FSDP gathers them: a weight in 8 bits counts half its elements."""
+    def gathered(self, *, whole: bool) -> Tensors:
+        """The same as they are gathered: a weight in 8 bits counts half its elements.
+
+        ``whole``: with those that are frozen (FSDP).
+        """
         found: tuple[list[int], list[int]] = ([], [])
         for step in reversed(self.block):
-            own = step.parameters + step.frozen
+            own = step.parameters + step.frozen * whole
             found[step.expert].extend([-(-numel // 2) if numel == step.narrow else numel for numel in own])
         return tuple(found[0]), tuple(found[1])
 
@@ -195,9 +197,9 @@ def _segment(shape: RankShape, part: PartShape, call: Call) -> Segment:
     def work(slot: Slot) -> BlockPass | Collective | Op:
         if slot.what == "run":
             return passages[slot.unit]
-        whole = replicas.fully_sharded and slot.what.removesuffix(plans.TWICE) in GATHERS
+        gathers, whole = slot.what.removesuffix(plans.TWICE) in GATHERS, replicas.fully_sharded
         own = [u for u in reversed(units) if u.root] if slot.unit == plans.ROOT else [units[slot.unit]]
-        others, experts = zip(*[u.held if whole else u.tensors for u in own], strict=True)
+        others, experts = zip(*[u.gathered(whole=whole) if gathers else u.tensors for u in own], strict=True)
         tensors = tuple(chain(*others)), tuple(chain(*experts))
         return _replica_work((slot.what, slot.expert, slot.second), tensors, dtypes, replicas)
 
@@ -285,7 +287,7 @@ def _part_run(
     for u, p in zip(units, passages, strict=True):
         others, experts = u.tensors
         loss = p.first_step if u.name == "head" else 0  # of a head's backward, the first step is the loss
-        gathered = u.held if whole else u.tensors
+        gathered = u.gathered(whole=True) if whole else u.tensors
         there = (len(others), len(experts)), sum(gathered[0]) > 0, sum(gathered[1]) > 0
         numbers.append((u.name, u.first, u.times, u.root, p.num_nodes, loss, *there))
     return units, passages, _patterns(tuple(numbers))
