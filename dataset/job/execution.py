@@ -34,6 +34,7 @@ class KernelSemantics:
 
     main_dtype: str = "fp32"  # of what training keeps most exactly: main parameters, moments, sums of gradients, loss
     separate_kernels: bool = False  # norms, rotary positions, gated activations, loss: one for each of their operations
+    separate_linears: bool = False  # as in ModelSpec
     norms_again: bool = False  # norms work on copies in main_dtype and run again in backward
     token_metrics: bool = False  # accuracy and perplexity of every token are computed from the logits
     joins_heads: bool = True  # unfused attention copies what the heads found to where each token has all of them
@@ -161,7 +162,7 @@ _RELEVANT = attrgetter(
     *("execution.engine", "execution.checkpoint", "batch.precision", "batch.fp8_scaling", "batch.fp8_parameters"),
     *("batch.fp8_attention", "batch.fp8_activations"),
     *("optimizer.clip_grad_norm", "optimizer.offload", "optimizer.fused"),
-    *("model.eager_kernels", "model.norms_again", "model.token_metrics"),
+    *("model.eager_kernels", "model.separate_linears", "model.norms_again", "model.token_metrics"),
     *("parallel.gradient_dtype", "parallel.reduce_scatter", "parallel.overlap_grad_reduce", "parallel.overlap_tp"),
     *("parallel.overlap_param_gather", "parallel.prefetch", "parallel.reshard_after_forward", "parallel.bucket_mbytes"),
     *("parallel.runtime", "parallel.zero_by_rank"),
@@ -189,6 +190,7 @@ def _semantics(job: Job, on_cpu: bool, unsummed: bool) -> ExecutionSemantics:
         kernels,
         main_dtype=main,
         separate_kernels=m.eager_kernels and not modules,
+        separate_linears=m.separate_linears,
         norms_again=m.norms_again and not modules,
         token_metrics=m.token_metrics,
         accumulation=kernels.accumulation if modules else sums,

@@ -76,6 +76,7 @@ class Framework:
     overlap_ep: bool = False
     dispatcher: str = "alltoall"
     eager_kernels: bool = False
+    separate_linears: bool = False
     norms_again: bool = False
     token_metrics: bool = False
     metric_losses: int = 0

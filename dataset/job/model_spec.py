@@ -62,6 +62,8 @@ class ModelSpec:
         dropout: Dropout probability of attention scores and of residual branches; 0: no dropout.
         eager_kernels: Whether norms, rotary positions, gated activations and the loss run as PyTorch's own kernels, one
             for each operation; otherwise each is one fused kernel (Apex, Transformer Engine, a compiler).
+        separate_linears: Whether queries, keys, values, and a gate and what it gates are products of their own, rather
+            than one product each.
         norms_again: Whether norms work on fp32 copies and are recomputed in backward, with the residual before them;
             otherwise their input is kept.
         token_metrics: Whether accuracy and perplexity of every token are computed from the logits.
@@ -115,6 +117,7 @@ class ModelSpec:
     attention_kernels: str = ""
     dropout: float = 0.0
     eager_kernels: bool = False
+    separate_linears: bool = False
     norms_again: bool = False
     token_metrics: bool = False
     metric_losses: int = 0

@@ -229,7 +229,8 @@ def attention(shape: RankShape, *, causal: bool = True, rotary: bool = False) ->
         counts = {"q_norm": heads.heads, "k_norm": heads.kv_heads}
         norms = tuple([norm(shape, name, fork=False, rows=shape.rows * count, width=heads.head_dim)
                        for name, count in counts.items()])  # fmt: skip
-    qkv = column_linear(shape, "qkv", heads.joined, shape.model.hidden)
+    each = heads.heads * heads.head_dim, *(heads.kv_heads * size for size in (heads.head_dim, heads.v_dim))
+    qkv = column_linear(shape, "qkv", sum(each), shape.model.hidden, apart=each)
     out = row_linear(shape, "out", shape.model.hidden, heads.heads * heads.v_dim)
     if shape.kernels.keeps_projections and shape.tp.size == 1:  # then a product is the last op of its step
         qkv, out = replace(qkv, output_kept=True), replace(out, output_kept=True)
@@ -240,7 +241,7 @@ def self_heads(shape: RankShape, causal: bool) -> Heads:
     """Queries, keys and values of the same tokens, from one linear."""
     model, tp = shape.model, shape.tp.size
     heads, kv_heads, size = model.heads // tp, model.kv_heads // tp, model.head_size
-    joined = (heads + 2 * kv_heads) * size
+    joined = 0 if shape.kernels.separate_linears else (heads + 2 * kv_heads) * size
     return Heads(heads, kv_heads, size, size, shape.seq_len, shape.seq_len, causal, joined)
 
 

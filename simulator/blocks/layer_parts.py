@@ -16,6 +16,7 @@ optimizer's step, and not here.  What it keeps is the cast input.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.job.specs import SPLIT_TP
@@ -75,9 +76,9 @@ def token_metrics(shape: RankShape, rows: int, vocab: int) -> Ops:
     return read, read, read, read, both, both, read
 
 
-def column_linear(shape: RankShape, name: str, n: int, k: int, *, keeps: str = "") -> Step:
+def column_linear(shape: RankShape, name: str, n: int, k: int, *, keeps: str = "", apart: tuple[int, ...] = ()) -> Step:
     """A column-parallel linear. It keeps its input from before an all-gather; in eager PyTorch, from after it."""
-    return linear(shape, name, n, k, shape.rows, input_rows=shape.rows_before_columns, keeps=keeps)
+    return linear(shape, name, n, k, shape.rows, input_rows=shape.rows_before_columns, keeps=keeps, apart=apart)
 
 
 def row_linear(shape: RankShape, name: str, n: int, k: int) -> Step:
@@ -103,6 +104,7 @@ def linear(
     bias_first: bool = True,
     replicated: bool = False,
     keeps: str = "",
+    apart: tuple[int, ...] = (),
 ) -> Step:
     """A linear from ``[rows, k]`` to ``[rows, n]``.
 
@@ -115,25 +117,29 @@ def linear(
         bias_first: Whether the bias's gradient arrives before the weight's.
         replicated: Whether tensor-parallel ranks hold the same weights.
         keeps: Name of the input, where other steps keep the same tensor.
+        apart: Outputs of each of the linears that it is with ``separate_linears``.
     """
-    bias = shape.model.has_bias if bias is None else bias
-    weights = (n, n * k) if bias_first else (n * k, n)
+    kernels, bias = shape.kernels, shape.model.has_bias if bias is None else bias
+    widths = apart if apart and kernels.separate_linears else (n,)
+    weights = [((w, w * k) if bias_first else (w * k, w)) if bias else (w * k,) for w in reversed(widths)]
+    # The sum of the gradients of the input; a compiler makes it part of what reads it.
+    total = (shape.op("add" if kernels.separate_kernels else "reduce", rows * k),) * (len(widths) - 1)
     here = again = cast_again(shape, n * k)
-    if shape.kernels.fp8_weights and shape.kernels.fp8_dynamic:  # cast before they are gathered; the other layout is a copy (torchao's float8_ops.py)
+    if kernels.fp8_weights and kernels.fp8_dynamic:  # cast first; the other layout is a copy (torchao's float8_ops.py)
         here, again = (), (shape.op("copy", n * k // 2),)
     weight_grad = (
         *cast_again(shape, rows * k),
-        shape.gemm("linear_wgrad", rows, n, k),
+        *(shape.gemm("linear_wgrad", rows, w, k) for w in widths),
         *accumulated(shape, n * k),
         *([shape.op("bias_grad", rows, n)] if bias else []),
     )
     return Step(
         name,
-        (*cast(shape, rows * k), *here, shape.gemm("linear", rows, n, k)),
-        (*cast(shape, rows * n), *again, shape.gemm("linear_dgrad", rows, n, k)),
+        (*cast(shape, rows * k), *here, *(shape.gemm("linear", rows, w, k) for w in widths)),
+        (*cast(shape, rows * n), *again, *(shape.gemm("linear_dgrad", rows, w, k) for w in widths), *total),
         weight_grad,
-        weights if bias else (n * k,),
-        narrow=n * k if shape.kernels.fp8_weights else 0,
+        tuple(chain(*weights)),
+        narrow=tuple([w * k for w in widths]) if kernels.fp8_weights else (),
         weight_grad_first=not bias and not shape.quantizes,  # the cast gradient serves both: input's comes first
         replicated=replicated,
         saved=(kept((input_rows or rows) * k * shape.gemm_bytes, keeps),),
@@ -342,8 +348,9 @@ def mlp(shape: RankShape, ffn: int = 0, prefix: str = "", *, keeps: str = "") ->
     """
     model, own = shape.model, (ffn or shape.model.ffn) // shape.tp.size
     first, width = ("gate_up", 2 * own) if model.gated_mlp else ("fc1", own)
+    fc1 = column_linear(shape, prefix + first, width, model.hidden, keeps=keeps, apart=(own,) * (width // own))
     return (
-        *column_parallel(shape, column_linear(shape, prefix + first, width, model.hidden, keeps=keeps)),
+        *column_parallel(shape, fc1),
         activation(shape, shape.rows, own),
         *row_parallel(shape, row_linear(shape, prefix + ("down" if model.gated_mlp else "fc2"), model.hidden, own)),
     )

@@ -96,7 +96,7 @@ def grouped_linear(
             *([shape.op("bias_grad", rows, n)] if bias else []),
         ),
         ((n,) * groups if bias else ()) + (n * k,) * groups,
-        narrow=n * k if shape.kernels.fp8_weights and not shape.kernels.fp8_dynamic else 0,
+        narrow=(n * k,) if shape.kernels.fp8_weights and not shape.kernels.fp8_dynamic else (),
         weight_grad_first=not bias and not shape.quantizes,
         expert=True,
         saved=(Saved(rows * k * shape.gemm_bytes),),

@@ -117,7 +117,7 @@ class Step:
     # elements of each parameter tensor on one rank, in the order in which gradients arrive
     parameters: tuple[int, ...] = ()
     frozen: tuple[int, ...] = ()  # likewise of parameters that are not trained
-    narrow: int = 0  # elements of its weight, or of each, if they are gathered in 8 bits
+    narrow: tuple[int, ...] = ()  # those of them that are gathered in 8 bits
     # whether autograd computes the weights' gradients before the input's (linears without bias)
     weight_grad_first: bool = False
     # whether tensor-parallel ranks hold the same parameters; with sequence parallelism each has a part of their

@@ -112,7 +112,7 @@ def block_memory(
     return BlockMemory(
         **dict(zip(_SUMS[:4], sizes, strict=True)),
         kept=kept,
-        narrow=sum(step.narrow * (step.parameters + step.frozen).count(step.narrow) for step in block),
+        narrow=sum(numel for step in block for numel in step.parameters + step.frozen if numel in step.narrow),
         deferred=sum(
             size + _output_gradients(step) for step, size in zip(block, saved, strict=True) if _products(step)
         ),

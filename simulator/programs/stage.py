@@ -67,7 +67,7 @@ class Unit:
         found: tuple[list[int], list[int]] = ([], [])
         for step in reversed(self.block):
             own = step.parameters + step.frozen * whole
-            found[step.expert].extend([-(-numel // 2) if numel == step.narrow else numel for numel in own])
+            found[step.expert].extend([-(-numel // 2) if numel in step.narrow else numel for numel in own])
         return tuple(found[0]), tuple(found[1])
 
 

@@ -44,6 +44,23 @@ def test_eager_kernels_stream_more_and_compute_the_same_products(block: object) 
     assert [step.parameters for step in plain] == [step.parameters for step in loose]
 
 
+def test_separate_linears_compute_as_much_with_as_many_weights() -> None:
+    """Gradients of the input are summed instead of joined: a read of each further one, or an addition if nothing fuses."""
+    shape = _shape("fp8", fp8_weights=True)
+    for eager, kind in ((False, "reduce"), (True, "add")):
+        flags = {"fp8_weights": True, "separate_kernels": eager}
+        joined, apart = (family.decoder_layer(_shape("fp8", separate_linears=flag, **flags)) for flag in (False, True))
+        assert [len(ops(block, "linear")) for block in (joined, apart)] == [4, 7]
+        for gemm in GEMMS:
+            assert sum(op.flops for op in ops(joined, gemm)) == sum(op.flops for op in ops(apart, gemm))
+        for before, after in zip(joined, apart, strict=True):
+            assert sum(before.parameters) == sum(after.parameters) and sum(before.narrow) == sum(after.narrow)
+            assert not after.narrow or sorted(after.narrow) == sorted(after.parameters)
+        sums = [[op.dims for op in ops(block, kind)].count((shape.rows * 64,)) for block in (joined, apart)]
+        assert sums[1] == sums[0] + 3
+        assert len(ops(apart, "copy")) == len(ops(joined, "copy")) - 1
+
+
 def test_norms_that_run_again_do_so_with_the_residual_before_them() -> None:
     plain, again = (family.decoder_layer(_shape(norms_again=flag)) for flag in (False, True))
     assert len(ops(again, "rms_norm")) == 2 * len(ops(plain, "rms_norm"))

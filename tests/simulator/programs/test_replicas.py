@@ -40,8 +40,11 @@ def arriving(job: Job) -> list[tuple[int, bool]]:
     return found
 
 
-@pytest.mark.parametrize(("scaling", "narrow"), [("dynamic", True), ("rowwise", False), ("delayed", False)])
-def test_torchao_gathers_weights_of_linears_in_8_bits(
+@pytest.mark.parametrize(
+    ("scaling", "narrow"),
+    [("dynamic", True), ("rowwise", False), ("delayed", True), ("current", True), ("mxfp8", True)],
+)
+def test_fsdp_gathers_weights_of_linears_in_8_bits(
     make_job: JobMaker, gpu: Hardware, scaling: str, narrow: bool
 ) -> None:
     """One byte an element, and two for norms and the table; with a scale for each row all is gathered in 16 bits."""
@@ -55,6 +58,25 @@ def test_torchao_gathers_weights_of_linears_in_8_bits(
     assert gathered == (1 if narrow else 2) * layers * linears + 2 * others
     reduced = sum(work.num_bytes for work in sent(backward, "reduce_scatter"))
     assert reduced == 4 * (layers * linears + others)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize(("scaling", "stored", "narrow"), [("current", True, True), ("current", False, False),
+                                                           ("delayed", True, True), ("mxfp8", True, False)])  # fmt: skip
+def test_megatrons_optimizer_gathers_parameters_in_8_bits_that_exist_so(
+    make_job: JobMaker, gpu: Hardware, scaling: str, stored: bool, narrow: bool, overlaps: bool
+) -> None:
+    """Weights of linears, experts' too, but not the router, norms and tables; MXFP8 is gathered in 16 bits."""
+    model = {"family": "llama", **EXPERTS}
+    job = make_job(dp=4, zero_stage=1, micro_batches=1, precision="fp8", overlap_param_gather=overlaps, model=model)
+    job = replace(job, batch=replace(job.batch, fp8_scaling=scaling, fp8_parameters=stored))
+    m, layers = job.model, job.model.layers
+    linears = 4 * m.hidden**2 + 3 * m.experts * m.hidden * (m.expert_ffn or m.ffn)
+    others = layers * (2 + m.experts) * m.hidden + m.hidden + 2 * m.vocab * m.hidden
+    program = lower(job, gpu).program("forward" if overlaps else "optimizer")
+    works = [node.work for node in program.nodes if node.stream != "compute" or not overlaps]
+    gathered = sum(work.num_bytes for work in works if isinstance(work, Collective) and work.kind == "all_gather")
+    assert gathered == (1 if narrow else 2) * layers * linears + 2 * others
 
 
 def greedy(gradients: list[tuple[int, bool]], expert: bool, limit: float) -> list[int]:
