@@ -43,6 +43,7 @@ class ParallelSpec:
             input, and that gradient is summed beside the gradient of the weights).  ``split``: also all others, in
             parts, so that a product begins with the first part (Transformer Engine's user buffers).  ``torch-async``:
             as ``split``, and a kernel of its own sums what the ranks send (PyTorch's asynchronous tensor parallelism).
+            ``torch``: none, and with sequence parallelism all that is gathered or scattered is copied (DTensor).
         overlap_ep: Whether all-to-alls of experts run beside the computation of another micro-batch (Megatron's
             ``overlap_moe_expert_parallel_comm``, the point of DualPipe).
         dispatcher: How tokens travel to their experts: ``alltoall`` (a copy for each expert, sorted before and after),
@@ -144,8 +145,8 @@ MIXED = ("fp32", "tf32", "bf16", "fp16", "fp8", "nvfp4")
 QUANTIZED: Mapping[str, int] = MappingProxyType({"fp8": 2, "nvfp4": 1})
 PURE: Mapping[str, str] = MappingProxyType({"pure-bf16": "bf16", "pure-fp16": "fp16"})  # with nothing in fp32
 PRECISIONS = (*MIXED, *PURE)
-OVERLAP_TP = ("", "backward", "split", "torch-async")
-SPLIT_TP = OVERLAP_TP[2:]  # in parts, beside the products that use or make them
+OVERLAP_TP = ("", "torch", "backward", "split", "torch-async")
+SPLIT_TP = OVERLAP_TP[3:]  # in parts, beside the products that use or make them
 RUNTIMES = ("asynchronous", "torch", "deepspeed")
 ENGINES = tuple(preset("engines.toml"))
 OTHER_OPTIMIZERS = ("sgd", "adagrad")  # of recommendation models' dense part

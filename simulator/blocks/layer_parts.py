@@ -231,8 +231,9 @@ def enter(shape: RankShape, width: int = 0, *, operand: bool = False) -> tuple[S
         return ()
     num_bytes = _full_bytes(shape, width)
     if shape.sequence_parallel:
-        gather = shape.tp_comm("all_gather", _operand_bytes(shape) if operand else num_bytes)
-        return (Step("tp", (gather,), (shape.tp_comm("reduce_scatter", num_bytes),)),)
+        size = _operand_bytes(shape) if operand else num_bytes
+        gather = shape.tp_comm("all_gather", size), *_rearranged(shape, size)
+        return (Step("tp", gather, (*_rearranged(shape, num_bytes), shape.tp_comm("reduce_scatter", num_bytes))),)
     return (Step("tp", backward=(shape.tp_comm("all_reduce", num_bytes),)),)
 
 
@@ -251,13 +252,16 @@ def column_parallel(shape: RankShape, linear: Step) -> Block:
     (Megatron-LM, ``LinearWithGradAccumulationAndAsyncCommunication``, 2022; Transformer Engine likewise).  Logits,
     which come once, are left in a row, so that FSDP can send parameters between their parts.
     """
-    if not shape.overlap_tp or shape.tp.size == 1:
+    if shape.overlap_tp in ("", "torch") or shape.tp.size == 1:
         return (*enter(shape, operand=True), linear)
     num_bytes, forward = _full_bytes(shape), linear.forward
     arrive: tuple[Item, ...] = ()
     again: tuple[Item, ...] = ()
     if shape.sequence_parallel:
         arrive, forward = _split(shape, "all_gather", _operand_bytes(shape), forward)
+        if shape.overlap_tp == "torch-async" and shape.kernels.separate_linears and len(linear.parameters) > 1:
+            # Its compiler splits a reduce-scatter of one product, but not of a sum of several (micro_pipeline_tp.py).
+            return replace(enter(shape)[0], forward=arrive), replace(linear, forward=forward)
         if not shape.model.lora_rank:  # frozen weights have no gradient, which alone needs the input
             again = _beside(shape, "all_gather", _operand_bytes(shape))
     sums = _beside(shape, "reduce_scatter" if shape.sequence_parallel else "all_reduce", num_bytes)
@@ -277,6 +281,13 @@ def row_parallel(shape: RankShape, linear: Step) -> Block:
     return replace(linear, forward=forward, backward=backward, weight_grad_first=False, ends_unneeded=False), Step(
         "tp", (*last, *_sum_of_parts(shape)), first
     )
+
+
+def _rearranged(shape: RankShape, num_bytes: int) -> tuple[Op, ...]:
+    """PyTorch's copy of what it gathers or scatters along the sequence, which is not the first dimension: PyTorch 2.3 to
+    2.8, ``all_gather_tensor`` and ``reduce_scatter_tensor`` of torch/distributed/_functional_collectives.py.
+    """
+    return (shape.op("copy", num_bytes // shape.dtype_bytes),) if shape.overlap_tp.startswith("torch") else ()
 
 
 def _beside(shape: RankShape, kind: str, num_bytes: int) -> tuple[Item, ...]:
