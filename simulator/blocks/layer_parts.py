@@ -259,7 +259,8 @@ def column_parallel(shape: RankShape, linear: Step) -> Block:
     again: tuple[Item, ...] = ()
     if shape.sequence_parallel:
         arrive, forward = _split(shape, "all_gather", _operand_bytes(shape), forward)
-        if shape.overlap_tp == "torch-async" and shape.kernels.separate_linears and len(linear.parameters) > 1:
+        products = [item for item in linear.forward if isinstance(item, Op) and item.kind == "linear"]
+        if shape.overlap_tp == "torch-async" and len(products) > 1:
             # Its compiler splits a reduce-scatter of one product, but not of a sum of several (micro_pipeline_tp.py).
             return replace(enter(shape)[0], forward=arrive), replace(linear, forward=forward)
         if not shape.model.lora_rank:  # frozen weights have no gradient, which alone needs the input
@@ -284,8 +285,8 @@ def row_parallel(shape: RankShape, linear: Step) -> Block:
 
 
 def _rearranged(shape: RankShape, num_bytes: int) -> tuple[Op, ...]:
-    """PyTorch's copy of what it gathers or scatters along the sequence, which is not the first dimension: PyTorch 2.3 to
-    2.8, ``all_gather_tensor`` and ``reduce_scatter_tensor`` of torch/distributed/_functional_collectives.py.
+    """PyTorch's copy of what it gathers or scatters along the sequence, which is not the first dimension: PyTorch 2.3
+    to 2.8, ``all_gather_tensor`` and ``reduce_scatter_tensor`` of torch/distributed/_functional_collectives.py.
     """
     return (shape.op("copy", num_bytes // shape.dtype_bytes),) if shape.overlap_tp.startswith("torch") else ()
 

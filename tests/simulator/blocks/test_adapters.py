@@ -36,9 +36,10 @@ def closed_form(targets: tuple[str, ...]) -> int:
 
 @pytest.mark.parametrize("targets", [("qkv", "proj"), ("q", "v"), ("qkv", "proj", "fc1", "fc2"), ("gate", "up")])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_only_adapters_are_trained(targets: tuple[str, ...], tp: int) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_only_adapters_are_trained(targets: tuple[str, ...], tp: int, apart: bool) -> None:
     """Each rank has its part of every adapter; all other parameters of the layer are frozen."""
-    shape = small_shape("llama", tp=tp, model=lora(*targets))
+    shape = small_shape("llama", tp=tp, model=lora(*targets), kernels={"separate_linears": apart})
     block, full = layer_block(shape, "layer"), layer_block(small_shape("llama", tp=tp), "layer")
     assert parameters(block) * tp == closed_form(targets)
     assert sum(sum(step.frozen) for step in block) == parameters(full)

@@ -45,7 +45,7 @@ def test_eager_kernels_stream_more_and_compute_the_same_products(block: object) 
 
 
 def test_separate_linears_compute_as_much_with_as_many_weights() -> None:
-    """Gradients of the input are summed instead of joined: a read of each further one, or an addition if nothing fuses."""
+    """Gradients of the input are summed, by a read of each further one, or an addition if nothing fuses."""
     shape = _shape("fp8", fp8_weights=True)
     for eager, kind in ((False, "reduce"), (True, "add")):
         flags = {"fp8_weights": True, "separate_kernels": eager}

@@ -23,7 +23,7 @@ from stepsight.simulator.programs.block_pass import (
 from tests.simulator.blocks.shapes import items, small_shape
 
 GATHER, SUM, PRODUCT = 3.0, 5.0, 7.0
-OVERLAPS = ("", "backward", "split", "torch-async")
+OVERLAPS = ("", "torch", "backward", "split", "torch-async")
 
 
 def _shape(overlap: str, share: float = 0.0, *, sequence: bool = True) -> RankShape:
@@ -88,6 +88,27 @@ def test_pytorch_sums_stacked_parts_by_a_kernel_that_reads_all_of_them() -> None
         shape = _shape("split")
         assert isinstance(extra, Op) and extra.num_bytes == shape.rows * shape.model.hidden * shape.dtype_bytes
         assert len(stacked) == len(split) + 1
+
+
+def test_pytorch_copies_what_it_gathers_or_scatters_along_the_sequence() -> None:
+    """A row and a column have one of each in both passes; without sequence parallelism nothing is copied."""
+    for sequence in (True, False):
+        shape = _shape("torch", sequence=sequence)
+        for part in (_column, _row):
+            plain, copied = ([*items(part(one)), *items(part(one), backward=True)]
+                             for one in (_shape("", sequence=sequence), shape))  # fmt: skip
+            extra = [item for item in copied if item not in plain]
+            assert len(extra) == (2 if sequence else 0) == len(copied) - len(plain)
+            assert {item.dims for item in extra if isinstance(item, Op)} == ({(2 * 32 * 64,)} if sequence else set())
+
+
+def test_pytorch_waits_for_the_reduce_scatter_of_a_sum_of_products() -> None:
+    """Of a linear alone it is split, as the gather before it."""
+    shape = replace(_shape("torch-async"), kernels=replace(_shape("").kernels, separate_linears=True))
+    alone, apart = (column_linear(shape, "fc1", 64, 64, apart=widths) for widths in ((), (32, 32)))
+    assert _seconds(forward_pass(column_parallel(shape, apart))) == GATHER / 4 + 2 * PRODUCT
+    assert _seconds(backward_pass(column_parallel(shape, alone), BackwardSpec())) == 2 * PRODUCT
+    assert _seconds(backward_pass(column_parallel(shape, apart), BackwardSpec())) == 4 * PRODUCT + SUM
 
 
 @pytest.mark.parametrize("overlap", ["", "split"])

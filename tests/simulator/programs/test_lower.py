@@ -128,11 +128,15 @@ def test_torch_does_not_run_the_last_product_again(
     assert (full - none)["linear"] == products * asked[0].model.layers
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_recomputation_that_keeps_projections(make_job: JobMaker, gpu: Hardware, precision: str) -> None:
+def test_recomputation_that_keeps_projections(make_job: JobMaker, gpu: Hardware, precision: str, apart: bool) -> None:
     """Of the 4 products of a layer, those before and after attention are kept, and the last one is not needed."""
     asked = [
-        replace(make_job(recompute=how, precision=precision), execution=ExecutionSpec(checkpoint="projections"))
+        replace(
+            make_job(recompute=how, precision=precision, model={"separate_linears": apart}),
+            execution=ExecutionSpec(checkpoint="projections"),
+        )
         for how in ("none", "full")
     ]
     none, full = (lower(job, gpu) for job in asked)

@@ -61,8 +61,10 @@ def test_fsdp_gathers_weights_of_linears_in_8_bits(
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize(("scaling", "stored", "narrow"), [("current", True, True), ("current", False, False),
-                                                           ("delayed", True, True), ("mxfp8", True, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scaling", "stored", "narrow"),
+    [("current", True, True), ("current", False, False), ("delayed", True, True), ("mxfp8", True, False)],
+)
 def test_megatrons_optimizer_gathers_parameters_in_8_bits_that_exist_so(
     make_job: JobMaker, gpu: Hardware, scaling: str, stored: bool, narrow: bool, overlaps: bool
 ) -> None:
