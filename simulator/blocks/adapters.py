@@ -27,7 +27,7 @@ def adapted(shape: RankShape, block: Block, *, lowest: bool = False) -> Block:
     """
     found: list[Step] = []
     for step in block if shape.model.lora_rank else ():
-        products = [item.dims for item in step.forward if isinstance(item, Op) and item.kind == "linear"]
+        products = [op.dims for op in step.products if op.kind == "linear"]
         n, (rows, _, k) = sum(dims[1] for dims in products), products[0] if products else (0, 0, 0)
         targets = [own for name, own in _widths(shape, step.name, n).items() if name in shape.model.lora_targets]
         own = replace(_frozen(step), flow=(*step.flow, *[Flow.KEEP] * len(targets)))

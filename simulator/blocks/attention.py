@@ -232,7 +232,7 @@ def attention(shape: RankShape, *, causal: bool = True, rotary: bool = False) ->
     each = heads.heads * heads.head_dim, *(heads.kv_heads * size for size in (heads.head_dim, heads.v_dim))
     qkv = column_linear(shape, "qkv", sum(each), shape.model.hidden, apart=each)
     out = row_linear(shape, "out", shape.model.hidden, heads.heads * heads.v_dim)
-    if shape.kernels.keeps_projections and shape.tp.size == 1:  # then a product is the last op of its step
+    if shape.kernels.keeps_projections and shape.tp.size == 1:
         qkv, out = replace(qkv, output_kept=True), replace(out, output_kept=True)
     return (*column_parallel(shape, qkv), *norms, *rope, *core(shape, heads), *row_parallel(shape, out))
 

@@ -259,8 +259,7 @@ def column_parallel(shape: RankShape, linear: Step) -> Block:
     again: tuple[Item, ...] = ()
     if shape.sequence_parallel:
         arrive, forward = _split(shape, "all_gather", _operand_bytes(shape), forward)
-        products = [item for item in linear.forward if isinstance(item, Op) and item.kind == "linear"]
-        if shape.overlap_tp == "torch-async" and len(products) > 1:
+        if shape.overlap_tp == "torch-async" and len(linear.products) > 1:
             # Its compiler splits a reduce-scatter of one product, but not of a sum of several (micro_pipeline_tp.py).
             return replace(enter(shape)[0], forward=arrive), replace(linear, forward=forward)
         if not shape.model.lora_rank:  # frozen weights have no gradient, which alone needs the input

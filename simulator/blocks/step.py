@@ -130,15 +130,20 @@ class Step:
     in_place: bool = False  # whether it needs nothing beside what it keeps, which its gradient overwrites
     attention_core: bool = False  # whether selective recomputation repeats this step
     module: str = ""  # what it is part of, one of RECOMPUTE_MODULES or empty: jobs may name modules to recompute
-    # whether full recomputation leaves out its last op, a product, since what it returns is kept
+    # whether full recomputation leaves out its products, since what they return is kept
     output_kept: bool = False
     flow: tuple[Flow, ...] = ()  # which tensors its items read, if not what the step before made
-    # whether a recomputation that ends with this step leaves out its last op, since the step keeps its inputs alone
+    # whether a recomputation that ends with this step leaves out its product, since the step keeps its inputs alone
     ends_unneeded: bool = False
 
     @property
     def saved_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.saved)
+
+    @property
+    def products(self) -> tuple[Op, ...]:
+        """Matrix products of its forward."""
+        return tuple([item for item in self.forward if isinstance(item, Op) and item.record.family.endswith("gemm")])
 
     @property
     def full_backward(self) -> tuple[Item, ...]:

@@ -96,7 +96,7 @@ def block_memory(
     kept = before
     if recompute == "full":
         # what linears return, in 16 bits or more
-        outputs = [op for step in block if step.output_kept for op in step.forward[-1:] if isinstance(op, Op)]
+        outputs = [op for step in block if step.output_kept for op in step.products]
         kept = input_bytes + sum(float(op.dims[-3] * op.dims[-2] * max(DTYPE_BYTES[op.dtype], 2)) for op in outputs)
         forward = kept + max(work, default=0.0)
     grown, made, backward, first = 0.0, 0.0, 0.0, 0.0

@@ -212,12 +212,11 @@ def _needed_again(block: Block, spec: BackwardSpec) -> tuple[int, Block]:
     """
     last = max((index for index, step in enumerate(block) if spec.whole or step.saved), default=-1)
     without = [s.output_kept or (at == last and not spec.whole and s.ends_unneeded) for at, s in enumerate(block)]
-    again = [replace(s, forward=_no_products(s)) if less else s for s, less in zip(block, without, strict=True)]
+    again = [
+        replace(s, forward=tuple([item for item in s.forward if item not in s.products])) if less else s
+        for s, less in zip(block, without, strict=True)
+    ]
     return last, tuple(again[: last + 1])
-
-
-def _no_products(step: Step) -> tuple[Item, ...]:
-    return tuple([item for item in step.forward if not (isinstance(item, Op) and item.record.family.endswith("gemm"))])
 
 
 @cached(8192)
