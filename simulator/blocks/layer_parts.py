@@ -232,7 +232,7 @@ def enter(shape: RankShape, width: int = 0, *, operand: bool = False) -> tuple[S
     num_bytes = _full_bytes(shape, width)
     if shape.sequence_parallel:
         size = _operand_bytes(shape) if operand else num_bytes
-        gather = shape.tp_comm("all_gather", size), *_rearranged(shape, size)
+        gather: tuple[Item, ...] = (shape.tp_comm("all_gather", size), *_rearranged(shape, size))
         return (Step("tp", gather, (*_rearranged(shape, num_bytes), shape.tp_comm("reduce_scatter", num_bytes))),)
     return (Step("tp", backward=(shape.tp_comm("all_reduce", num_bytes),)),)
 
