@@ -194,8 +194,9 @@ class BatchSpec:
             searched for; experts are cast one by one).
         fp8_parameters: With ``fp8`` or ``nvfp4``: whether the model's parameters exist in the narrow type alone, beside
             the optimizer's main ones (``fp8_param_gather`` of Transformer Engine and Megatron); else in 16 bits too.
-            With ``dynamic`` scaling: whether FSDP casts the weights of linears before it gathers them, in 8 bits
-            (torchao's ``enable_fsdp_float8_all_gather``); no effect with ``rowwise`` scaling, which gathers 16 bits.
+            They are gathered as they exist, but ``mxfp8`` only by FSDP and ``nvfp4`` in 16 bits. With ``dynamic``
+            scaling: whether FSDP casts the weights of linears before it gathers them, in 8 bits (torchao's
+            ``enable_fsdp_float8_all_gather``); no effect with ``rowwise`` scaling, which gathers 16 bits.
         fp8_attention: With ``fp8`` or ``nvfp4``: whether fused attention computes in 8 bits
             (``fp8_dot_product_attention``).
         fp8_activations: With ``fp8`` or ``nvfp4``: whether the input of the MLP's activation is kept in 8 bits
