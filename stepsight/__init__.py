@@ -2,7 +2,7 @@
 
 >>> import stepsight
 >>> stepsight.predict("examples/gpt3-175b-1024.toml")  # doctest: +SKIP
-Prediction(21.55 s, 20.28 to 24.03 s, 24.7 GB, gpt3-175b on 1024 x a100-sxm-80gb)
+Prediction(21.55 s, 20.30 to 24.03 s, 24.7 GB, gpt3-175b on 1024 x a100-sxm-80gb)
 
 Ask with ``predict``, ``predict_many`` and ``search``; learn with ``train`` and ``calibrate``; compare predictions with
 measured runs with ``evaluate``; read and write configurations of training frameworks with ``read_configs`` and

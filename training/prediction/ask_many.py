@@ -106,7 +106,7 @@ def predict(
 
     Example:
         >>> predict("examples/gpt3-175b-1024.toml")  # doctest: +SKIP
-        Prediction(21.55 s, 20.28 to 24.03 s, 24.7 GB, gpt3-175b on 1024 x a100-sxm-80gb)
+        Prediction(21.55 s, 20.30 to 24.03 s, 24.7 GB, gpt3-175b on 1024 x a100-sxm-80gb)
     """
     if not isinstance(job, Program):
         usual = Job.of(job)
