@@ -45,7 +45,6 @@ NODE_COLUMNS = (
     "registers", "shared_bytes", "recorded",
 )  # fmt: skip
 EDGE_COLUMNS = ("source", "target", "why")
-OPAQUE = "opaque"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,13 @@ from stepsight.dataset.graph.columns import HOST as HOST
 from stepsight.dataset.graph.columns import NODE_COLUMNS as NODE_COLUMNS
 from stepsight.dataset.graph.columns import NODE_KINDS as NODE_KINDS
 from stepsight.dataset.graph.columns import OP as OP
-from stepsight.dataset.graph.columns import OPAQUE as OPAQUE
 from stepsight.dataset.graph.columns import PHASES as PHASES
 from stepsight.dataset.graph.columns import WHY as WHY
 from stepsight.dataset.graph.columns import WHY_NUMBER as WHY_NUMBER
 from stepsight.dataset.graph.columns import Dependency as Dependency
 from stepsight.dataset.graph.columns import Flags, Floats, HostRecord, Ints, check_node, chosen_nodes
 from stepsight.dataset.graph.graph_files import read_facts, write_graph
-from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.kinds.op import OPAQUE, Collective, Op
 
 Columns = dict[str, NDArray[Any]]
 

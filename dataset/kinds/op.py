@@ -21,6 +21,7 @@ __all__ = ["COLLECTIVE_KINDS", "DTYPE_BYTES", "MOST_SIZE", "OP_KINDS", "Collecti
 # operand, one along rows and one along columns, so that a whole byte is counted.
 DTYPE_BYTES = MappingProxyType({"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "nvfp4": 1})
 MOST_SIZE = 2**48  # elements and bytes of any measured op: a larger number is a mistake
+OPAQUE = "opaque"  # a kind: kernels that fit no other
 _OPS, _COLLECTIVES = OP_KINDS.known, COLLECTIVE_KINDS.known
 MOST_BYTES, MOST_FLOPS = 2.0**56, 2.0**90  # of all operands of an op
 
@@ -61,6 +62,12 @@ class Op:
         elements = _OPS[self.kind].elements(*self.dims)
         return (elements if 0 <= elements < inf else refuse_cost(self, "elements", elements)) * DTYPE_BYTES[self.dtype]
 
+    @property
+    def sized(self) -> bool:
+        """Whether all its sizes are known: where a trace does not tell one, it is 0, which only flags may be."""
+        named = zip(self.record.dim_names, self.dims, strict=True)
+        return self.kind != OPAQUE and all(size or name in self.record.flags for name, size in named)
+
     def __str__(self) -> str:
         return f"{self.kind}[{'x'.join(map(str, self.dims))}]{self.dtype}"
 
@@ -84,6 +91,11 @@ class Collective:
     def record(self) -> CollectiveKind:
         """What is known of its kind."""
         return _COLLECTIVES[self.kind]
+
+    @property
+    def sized(self) -> bool:
+        """Whether its bytes are known."""
+        return self.num_bytes > 0
 
     @property
     def num_nodes(self) -> int:

@@ -17,7 +17,6 @@ from typing import Any
 
 from stepsight.dataset.base.errors import CollectError, StepsightError
 from stepsight.dataset.base.files import check_writable, digest, new_folder, read_json, write_json
-from stepsight.dataset.graph.program import OPAQUE
 from stepsight.dataset.hardware.hardware import alpha_beta_seconds
 from stepsight.dataset.hardware.hardware_facts import Fabric
 from stepsight.dataset.harness.base.atomic_files import locked
@@ -26,7 +25,7 @@ from stepsight.dataset.harness.plan.plan_checks import SCHEMA, check_plan
 from stepsight.dataset.harness.running.progress import Progress
 from stepsight.dataset.harness.scripts.launch import Ranks, run_ranks
 from stepsight.dataset.kinds import COLLECTIVE_KINDS
-from stepsight.dataset.kinds.op import Collective
+from stepsight.dataset.kinds.op import OPAQUE, Collective
 from stepsight.dataset.runs.run_folder import read_imported, write_imported
 from stepsight.dataset.traces.import_traces import Imported, import_ranks
 from stepsight.experiments.reports.run_texts import describe_collection, step_times

@@ -206,12 +206,9 @@ def _scaled(
 def sized_seconds(model: LatencyModel, works: Sequence[Op | Collective]) -> Floats:
     """``(n,)``: seconds of each work; NaN where its sizes are unknown, or the device does not support its dtype."""
     found, dtypes = np.full(len(works), np.nan), model.hardware.peak_flops
-    ops = {
-        place: work
-        for place, work in enumerate(works)
-        if isinstance(work, Op) and work.kind != "opaque" and min(work.dims, default=0) > 0 and work.dtype in dtypes
-    }
-    sent = {place: work for place, work in enumerate(works) if isinstance(work, Collective) and work.num_bytes > 0}
+    sized = {place: work for place, work in enumerate(works) if work.sized}
+    ops = {place: work for place, work in sized.items() if isinstance(work, Op) and work.dtype in dtypes}
+    sent = {place: work for place, work in sized.items() if isinstance(work, Collective)}
     if ops:
         found[list(ops)] = model.op_seconds(list(ops.values()))
     if sent:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stepsight.dataset.graph.program import OPAQUE, Program
+from stepsight.dataset.graph.program import Program
 from stepsight.dataset.hardware.hardware import find_fabric, usual_fabric
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
@@ -270,7 +270,7 @@ Measured = tuple[list[Example], list[Iteration]]  # segments of a run, and its i
 def make_examples(runs: Sequence[Taught], predictor: Predictor) -> list[Example]:
     """Distinct segments of the runs' traces, with the predictor's seconds alone.
 
-    Nodes of imported runs that no predictor predicts are left out: opaque kernels, and ops of unknown sizes.
+    Nodes of imported runs that no predictor predicts are left out: opaque kernels, and what has unknown sizes.
     """
     examples = []
     for run in runs:
@@ -287,8 +287,7 @@ def make_examples(runs: Sequence[Taught], predictor: Predictor) -> list[Example]
             works, inside = [node.work for node in mean.program.nodes], mean.slot_s
             if works:
                 if isinstance(run, ImportedSegments):
-                    known = [not isinstance(w, Op) or (w.kind != OPAQUE and min(w.dims, default=0) > 0) for w in works]
-                    inside = np.where(known, inside, np.nan)
+                    inside = np.where([work.sized for work in works], inside, np.nan)
                 alone = timer.work_seconds(works) * [node.share for node in mean.program.nodes]
                 graph = graph_features.SegmentGraph(mean.program, predictor.hardware, mean.busy)
                 examples.append(Example(graph, alone, inside, mean.run, repeats))

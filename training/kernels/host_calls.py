@@ -305,7 +305,7 @@ class HostCalls(Saved):
 
 def fit_host_calls(rows: Iterable[tuple[str, Op, int, float]], seed: int = 0) -> HostCalls:
     """Fit physics and trees.  ``rows``: call, op, phase and seconds of each distinct one."""
-    kept = [row for row in rows if row[3] > 0 and min(row[1].dims) > 0 and row[1].kind != FUSED]
+    kept = [row for row in rows if row[3] > 0 and row[1].sized and row[1].kind != FUSED]
     calls, ops, phases = [row[0] for row in kept], [row[1] for row in kept], [row[2] for row in kept]
     seconds = np.array([row[3] for row in kept]) + FLOOR_S
     terms = np.array([call_terms(call, op) for call, op in zip(calls, ops, strict=True)]).reshape(-1, len(CALL_TERMS))

@@ -232,14 +232,9 @@ def imported_times(runs: Iterable[ImportedSegments]) -> dict[Op | Collective, li
     for segment in (segment for run in runs for segment in run.segments):
         times = zip(segment.program.nodes, segment.alone_s.tolist(), segment.slot_s.tolist(), strict=True)
         for node, alone, inside in times:
-            work, seconds = node.work, inside
-            if isinstance(work, Op):
-                seconds = alone if alone > 0 else inside
-                known = work.kind != "opaque" and min(work.dims, default=0) > 0
-            else:
-                known = work.num_bytes > 0
-            if known and seconds > 0:
-                found.setdefault(work, []).append(seconds)
+            seconds = alone if isinstance(node.work, Op) and alone > 0 else inside
+            if node.work.sized and seconds > 0:
+                found.setdefault(node.work, []).append(seconds)
     return found
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepsight.dataset.kinds import STREAMED
-from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op, check_sizes
+from stepsight.dataset.kinds.op import OP_KINDS, OPAQUE, Collective, Op, check_sizes
 
 
 def test_gemm_counts() -> None:
@@ -79,6 +79,17 @@ def test_every_function_of_a_kind_takes_any_number_of_a_flag_as_one(name: str) -
         assert function is None or function(*one) == function(*many)
     if kind.base in OP_KINDS and kind.base != STREAMED:
         assert Op(kind.base, kind.base_dims(*one)).flops == Op(kind.base, kind.base_dims(*many)).flops
+
+
+@pytest.mark.parametrize("name", sorted(OP_KINDS))
+def test_only_a_size_of_0_is_unknown_and_a_flag_may_be_0(name: str) -> None:
+    """Attention without a mask, and the first convolution's backward, were once taken for ops of unknown sizes."""
+    kind = OP_KINDS[name]
+    for at, of in enumerate(kind.dim_names):
+        dims = [0 if place == at else 2 for place in range(len(kind.dim_names))]
+        assert Op(name, tuple(dims), "fp32").sized == (of in kind.flags and name != OPAQUE)
+    assert Op(name, (2,) * len(kind.dim_names), "fp32").sized == (name != OPAQUE)
+    assert Collective("all_reduce", 8, 2, 2).sized and not Collective("all_reduce", 0, 2, 2).sized
 
 
 def test_sizes_that_nobody_could_have_run_are_refused() -> None:

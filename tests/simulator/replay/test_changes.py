@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.hardware.hardware import HARDWARE, find_fabric
+from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.traces.import_traces import import_ranks
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.replay import changes
@@ -35,6 +37,14 @@ def test_faster_products_save_their_time(single: list[Program], what: str) -> No
     after = replay(changes.faster(single, tally, what, 4.0)).replayed_s
     assert replay(single).replayed_s - after == pytest.approx(1200 * US * 3 / 4, rel=0.05)
     assert tally.scaled_s == pytest.approx(2 * 1200 * US) and not tally.predicted_s
+
+
+def test_attention_without_a_mask_has_known_sizes() -> None:
+    model = RooflineLatency(HARDWARE["a100-sxm-80gb"], find_fabric("dgx-a100"))
+    sizes = (2, 8, 8, 64, 64, 32)
+    masked, free, unknown = (Op("attention", dims, "bf16") for dims in ((*sizes, 1), (*sizes, 0), (0,) * 7))
+    seconds = changes.sized_seconds(model, [masked, free, unknown])
+    assert 0 < seconds[0] <= seconds[1] and np.isnan(seconds[2])
 
 
 def test_a_name_that_nothing_has_is_refused(single: list[Program]) -> None:

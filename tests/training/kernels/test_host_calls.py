@@ -41,6 +41,13 @@ def test_constants_are_found_again() -> None:
     assert np.abs(np.log(loop_seconds(learned, asked) / loop_seconds(USUAL_LOOPS, asked) / 2)).mean() < 0.05
 
 
+def test_calls_with_a_flag_of_0_teach() -> None:
+    """Attention without a mask teaches its family."""
+    call, ops = "aten::attend", [Op("attention", (2, 4, 4, 2**k, 2**k, 32, 0), "fp32") for k in range(4, 9)]
+    fitted = fit_host_calls([(call, op, 0, 1e-9 * op.flops) for op in ops])
+    assert set(fitted.families) == {"attention"}
+
+
 def test_a_host_takes_its_loops_by_their_own_physics() -> None:
     """Fused loops need no call of their kind in the traces, and a saved host keeps their constants."""
     fitted = fit_host_calls([("aten::add", Op("add", (10**k,), "fp32"), 0, 1e-9 * 10**k) for k in range(3, 8)])
