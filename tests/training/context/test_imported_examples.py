@@ -45,7 +45,7 @@ def test_what_nobody_knows_teaches_nothing(tmp_path: Path, predictor: Predictor)
 
 
 def test_ops_with_a_flag_of_0_teach(tmp_path: Path, predictor: Predictor) -> None:
-    """Attention without a mask was once taken for an op of unknown sizes, such as a pool whose output no trace tells."""
+    """Attention without a mask was once taken for an op of unknown sizes, as pools are whose output no trace tells."""
     found = import_ranks([two_ranks()[0].write(tmp_path / "0.json")])
     write_imported(found.graphs, found.sources, tmp_path, None, found.warnings)
     works = [Op("attention", (2, 4, 4, 8, 8, 16, flag), "fp32") for flag in (1, 0)] + [Op("pool", (8, 64, 0), "fp32")]
