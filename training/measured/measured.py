@@ -15,7 +15,7 @@ from stepsight.dataset.base.files import digest_files
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.hardware.hardware import BOX, Fabric, Hardware, Link, find_hardware, hardware_from_dict
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.runs.run_folder import EventFile, read_collection, read_event_file
+from stepsight.dataset.runs.run_folder import PEAKS, EventFile, read_collection, read_event_file
 from stepsight.dataset.runs.run_manifest import RunManifest
 from stepsight.training.kernels.host_calls import SEVERAL, call_label
 from stepsight.training.measured import imported_ops
@@ -166,10 +166,10 @@ def _add(file: EventFile, profile: Profile) -> None:
     shares = [table["memory_bytes"] for table in (profile.facts, facts) if "memory_bytes" in table]
     if shares:  # ranks of a CPU share its memory: the fact is a rank's share while all of them run
         facts["memory_bytes"] = profile.facts["memory_bytes"] = min(shares)
-    if file.busy == 1:
-        profile.facts = {**profile.facts, **facts}
-    else:  # peaks are those of a device that computes alone, if both were measured
-        profile.facts = {**facts, **profile.facts}
+    # Peaks are those of a device that computes alone, if both were measured; a file has those of its own dtypes.
+    tables = (profile.facts, facts) if file.busy == 1 else (facts, profile.facts)
+    peaks = {dtype: peak for table in tables for dtype, peak in table.get(PEAKS, {}).items()}
+    profile.facts = {**tables[0], **tables[1]} | ({PEAKS: peaks} if peaks else {})
 
 
 def _distinct(collections: Iterable[Path]) -> list[Path]:

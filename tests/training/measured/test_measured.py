@@ -83,6 +83,15 @@ def test_peaks_are_those_of_a_device_that_computes_alone(tmp_path: Path) -> None
     assert profile.collectives == [Collective("all_reduce", 64, 2, 2)]
 
 
+def test_a_peak_that_one_collection_measured_is_kept(tmp_path: Path) -> None:
+    """A CPU's peak of bf16 is measured where ops of bf16 are; a later collection without such once made it unknown."""
+    facts = {"memory_bandwidth_bytes_per_s": 2e10, "memory_bytes": 8e9}
+    for name, peaks in (("a", {"fp32": 8e10, "bf16": 2e11}), ("b", {"fp32": 9e10})):
+        _events(tmp_path / name, 1, {**facts, "peak_flops": peaks}, [])
+    hardware = read_profiles([tmp_path / "a", tmp_path / "b"], LOOPBACK).hardware("my-box", "cpu")
+    assert hardware.peak_flops == {"fp32": 9e10, "bf16": 2e11}
+
+
 @pytest.mark.parametrize("record", [{"op": {"kind": "add"}, "seconds": 1}, {"seconds": 1}, {"op": {}, "seconds": 0}])
 def test_a_broken_event_profile_is_refused(tmp_path: Path, record: dict[str, object]) -> None:
     _events(tmp_path, 1, {}, [record])
