@@ -73,18 +73,20 @@ class Task:
 
 
 def runs_task(folder: Path) -> Task:
-    """Ops in context and whole iterations of collections, as ``train`` reads them; runs held out."""
+    """Ops in context and iterations of collections, as ``train`` reads them; runs of one name are held out together."""
     predictor, runs = _regressors(_collections(folder))
-    names = [run.name for run in runs]
-    fitted = predictor, predictor.left_out
-    seen, unseen = (dict(zip(names, fit_context.measured_runs(runs, each), strict=True)) for each in fitted)
+    seen, unseen = (fit_context.measured_runs(runs, each) for each in (predictor, predictor.left_out))
+    names = list(dict.fromkeys(run.name for run in runs))
 
     def split(held: frozenset[str]) -> Split:
-        teach = [name for name in names if name not in held]
+        teach = [at for at, run in enumerate(runs) if run.name not in held]
+        judged: dict[str, list[Example]] = {name: [] for name in names if name in held}
+        for run, (examples, _) in zip(runs, unseen, strict=True):
+            judged.get(run.name, []).extend(examples)
         return Split(
-            [seen[name] for name in teach],
-            [unseen[name] for name in teach],
-            {name: unseen[name][0] for name in names if name in held},
+            [seen[at] for at in teach],
+            [unseen[at] for at in teach],
+            judged,
             [run for run in runs if run.name in held and isinstance(run, measured.MeasuredRun) and run.whole],
             predictor.left_out,
         )

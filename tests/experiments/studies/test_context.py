@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -71,6 +72,21 @@ def test_features_of_neighbours_come_from_both_sides() -> None:
     assert np.array_equal(more[:, : own.shape[1]], own)
     before, after = more[:, own.shape[1]], more[:, 2 * own.shape[1] + 1]
     assert before.tolist() == [0.0, 1.0, 1.0] and after.tolist() == [1.0, 1.0, 0.0]
+
+
+def test_runs_of_one_name_are_held_out_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two collections of a script teach together, or judge together; none is lost."""
+    runs = [SimpleNamespace(name=name) for name in ("a", "b", "a")]
+    measured = [([_example(run.name, (0, 1, 0))], []) for run in runs]
+    monkeypatch.setattr(context, "_collections", lambda folder: [folder])
+    monkeypatch.setattr(context, "_regressors", lambda folders: (SimpleNamespace(left_out=None), runs))
+    monkeypatch.setattr(context.fit_context, "measured_runs", lambda runs, predictor: measured)
+    task = context.runs_task(Path())
+    assert task.names == ["a", "b"]
+    for held, teach, judged in (("a", 1, 2), ("b", 2, 1)):
+        split = task.split(frozenset({held}))
+        assert (len(split.seen), len(split.unseen)) == (teach, teach)
+        assert {name: len(examples) for name, examples in split.judged.items()} == {held: judged}
 
 
 def test_collections_of_events_alone_count(tmp_path: Path) -> None:
