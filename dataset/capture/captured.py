@@ -143,7 +143,7 @@ def read_captured(folder: Path) -> Captured:
         return Captured.of_program(Program.load(folder))
     if sizes := captures_in(folder):
         raise CaptureError(f"{folder} holds captures of several world sizes: name one of {', '.join(map(str, sizes))}")
-    with parsing(f"{folder} must be a folder that `stepsight capture` wrote", CaptureError):
+    with parsing(f"{folder} must be what `stepsight capture` or `stepsight job --program` wrote", CaptureError):
         tree = read_json(folder / MANIFEST)
         if tree["form"] != FORM:
             raise ValueError(f"form must be {FORM}, got {tree['form']!r:.40}")

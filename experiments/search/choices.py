@@ -389,11 +389,9 @@ def seconds_by_kind(choice: Choice) -> dict[str, float]:
     """Seconds of the critical path of a strategy by kind of op and collective; they add up to the iteration time."""
     assert choice.prediction is not None
     simulation = choice.prediction.simulation
-    counts = simulation.op_counts
-    seconds = simulation.timer.work_seconds(list(counts)).tolist()
     scale = choice.prediction.iteration_time_s / simulation.iteration_time_s
-    found: dict[str, float] = defaultdict(float)
-    for (work, count), each in zip(counts.items(), seconds, strict=True):
+    taken, found = simulation.work_counts * simulation.work_seconds * scale, defaultdict[str, float](float)
+    for work, seconds in zip(simulation.lowered.all_works, taken.tolist(), strict=True):
         where = "" if isinstance(work, Op) else " within a node" if work.num_nodes == 1 else " across nodes"
-        found[work.kind + where] += count * each
-    return {kind: value * scale for kind, value in found.items()}
+        found[work.kind + where] += seconds
+    return {kind: seconds for kind, seconds in found.items() if seconds > 0}

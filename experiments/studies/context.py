@@ -189,11 +189,8 @@ def fit_all(split: Split, seed: int) -> Fitted:
 
 def fit_edges(split: Split, seed: int) -> Fitted:
     """A network and trees with every kind of edge, without each kind, and with none."""
-    kinds = {
-        EVERY: RELATIONS,
-        **{f"without {r}": tuple([o for o in RELATIONS if o != r]) for r in RELATIONS},
-        "none": (),
-    }
+    less = {f"without {each}": tuple([other for other in RELATIONS if other != each]) for each in RELATIONS}
+    kinds: Mapping[str, tuple[str, ...]] = {EVERY: RELATIONS, **less, "none": ()}
     models: Fitted = {"none": (None, 0.0)}
     for name, relations in kinds.items():
         begin = time.process_time()

@@ -25,9 +25,9 @@ class Sensitivity:
     """One signature and its effect on the iteration time."""
 
     work: Op | Collective  # what is done
-    count: float  # how often it lies on the critical path, n_i: the derivative of the time by its duration
-    seconds: float  # of one, alone, t_i
-    share: float  # part of the iteration time, n_i * t_i / T
+    count: float  # how often it lies on the critical path
+    seconds: float  # of one there, with what its neighbours change: the mean
+    share: float  # part of the iteration time
     # what the iteration is shorter by if it takes half as long; less than half of its share where something else then
     # decides
     halved_s: float
@@ -42,14 +42,16 @@ def explain(simulation: Simulation, most: int = 10) -> tuple[Sensitivity, ...]:
     if most < 1:
         raise StepsightError(f"explain lists at least 1 row, got {most}")
     total = simulation.iteration_time_s
-    seconds = dict(zip(simulation.lowered.all_works, simulation.work_seconds.tolist(), strict=True))
-    counts = sorted(simulation.op_counts.items(), key=lambda item: -item[1] * seconds[item[0]])[:most]
+    works, alone = simulation.lowered.all_works, simulation.work_seconds
+    taken = simulation.work_counts * alone
     pipelines, found = tuple(pipeline_run.pipeline for pipeline_run in simulation.pipeline_runs), []
-    for work, count in counts:
-        timer = simulation.timer.but({work: seconds[work] / 2})
+    for at in np.argsort(-taken, kind="stable")[:most].tolist():
+        if taken[at] <= 0:
+            break
+        timer = simulation.timer.but({works[at]: float(alone[at]) / 2})
         halved = simulate_lowered(simulation.job, simulation.lowered, timer, simulation.hardware, pipelines)
-        share, saved = count * seconds[work] / total, total - halved.iteration_time_s
-        found.append(Sensitivity(work, count, seconds[work], share, saved))
+        uses, seconds = float(simulation.uses_and_counts[0, at]), float(taken[at])
+        found.append(Sensitivity(works[at], uses, seconds / uses, seconds / total, total - halved.iteration_time_s))
     return tuple(found)
 
 

@@ -12,11 +12,7 @@ from stepsight.dataset.base.caching import HashedTuple, cached, compiled
 from stepsight.dataset.kinds.op import Collective
 from stepsight.simulator.clock.engine import DATA, RUN, SECOND, SEND
 from stepsight.simulator.programs.block_pass import BlockPass
-from stepsight.simulator.programs.segment import (
-    BUCKET_NAMES,
-    NUM_COLUMNS,
-    Segment,
-)
+from stepsight.simulator.programs.segment import BUCKET_NAMES, NUM_COLUMNS, Segment
 from stepsight.simulator.programs.sizes import Replicas, bucket_works
 
 Longs = NDArray[np.int64]

@@ -195,7 +195,7 @@ def _manifest(
     digests = [digest_files([p for p in run.manifest.folder.iterdir() if p.is_file()]) for run in runs]
     data = {"events": profile.digest, "runs": digest(*digests) if runs else ""}
     return {
-        "digest": digest(*data.values(), str(seed), version("stepsight")),
+        "digest": digest(*data.values(), str(seed), predictor.manifest["context"]["asked"], version("stepsight")),
         "data_digests": data,
         "collections": [str(path.resolve()) for path in collections],
         "runs": [run.manifest.name for run in runs],

@@ -214,7 +214,7 @@ def captured_latency(
     """
     if not hardware:
         if not isinstance(predictor, Predictor):
-            raise PredictorError("a captured script names no devices: say which with --hardware")
+            raise PredictorError("the devices of a folder of ranks must be named: say which with --hardware")
         hardware = predictor.hardware.name
     hardware = canonical_hardware(hardware)
     links = find_fabric(fabric or usual_fabric(hardware))

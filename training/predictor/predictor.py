@@ -343,10 +343,10 @@ class Predictor:
         """Why a work lies outside the measured range; empty if it lies within."""
         return self.kernel.unsupported(work) if isinstance(work, Op) else self.collective.unsupported(work, fabric)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: str | Path) -> None:
         """Write the folder completely or not at all; see ``check_output`` for what may be replaced."""
-        model_tables.check_output(folder)
-        with new_folder(folder) as new:
+        model_tables.check_output(Path(folder))
+        with new_folder(Path(folder)) as new:
             write_json(new / "hardware.json", self.hardware.to_dict())
             model_tables.save_kernel(self.kernel, new)
             model_tables.save_collective(self.collective, new)

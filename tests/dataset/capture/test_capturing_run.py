@@ -115,7 +115,7 @@ def test_a_capture_is_read_back_as_it_was_written(ddp: Captured, tmp_path: Path)
     again = read_captured(tmp_path / "captured")
     assert again.to_dict() == ddp.to_dict()
     (tmp_path / "captured" / "rank0.json").write_text("{}", "utf-8")
-    with pytest.raises(CaptureError, match="a folder that `stepsight capture` wrote"):
+    with pytest.raises(CaptureError, match="must be what `stepsight capture` or"):
         read_captured(tmp_path / "captured")
 
 

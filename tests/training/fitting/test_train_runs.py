@@ -127,6 +127,15 @@ def test_held_out_runs_are_predicted(trained: tuple[Predictor, Path], collection
     )
 
 
+def test_a_digest_tells_predictors_of_other_forms_apart(
+    trained: tuple[Predictor, Path], collection: Path, tmp_path: Path
+) -> None:
+    """The same runs with another context network predict other times."""
+    other = train([collection], tmp_path / "p", hardware_name="toy", context="none", progress=False)
+    assert other.manifest["digest"] != trained[0].manifest["digest"]
+    assert other.manifest["data_digests"] == trained[0].manifest["data_digests"]
+
+
 def test_only_training_runs_train(trained: tuple[Predictor, Path], collection: Path) -> None:
     assert trained[0].manifest["runs"] == [f"run{i}" for i in range(6)]
     with pytest.raises(TraceError, match="role 'later', got none"):

@@ -83,7 +83,7 @@ def test_it_is_saved_by_its_name(predictor: Predictor, tmp_path: Path) -> None:
     with pytest.raises(PredictorError, match=r"must have a name in stepsight\.registries\.CONTEXTS"):
         predictor.with_context(twice).save(tmp_path / "p")
     with CONTEXTS.registered("twice", twice):
-        predictor.with_context("twice").save(tmp_path / "p")
+        predictor.with_context("twice").save(str(tmp_path / "p"))
         context = Predictor.load(tmp_path / "p").context
         assert context is not None and context.name == "context model twice"
         assert context(graph_of(1), ALONE[:2]) == pytest.approx(2 * ALONE[:2])
