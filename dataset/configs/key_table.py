@@ -146,7 +146,7 @@ class JobView:
             value = self.value(key)
             dropped = key not in self._read and key not in facts()["not_asked"]["keys"] and value != default
             if (dropped or key in self._refused) and key.startswith(sections or ""):
-                ignored.append(f"{key} = {shorten(value, 80)}")
+                ignored.append(f"{key} = {shorten(value, 80) or '(none)'}")
         return ConfigText(text=text, suffix=suffix, ignored=tuple(ignored), notes=(*notes, *self._notes()))
 
 

@@ -178,7 +178,7 @@ def _tables(graphs: Sequence[Program], segments: Sequence[TracedSegment], scopes
 
 def _cell(text: str) -> str:
     """A text of a trace in Markdown: names may hold HTML, bars and control characters."""
-    return escape(printable(text).replace("\n", " ")).replace("|", "&#124;")
+    return escape(printable(text).replace("\n", " "), quote=False).replace("|", "&#124;")
 
 
 def _card(told: dict[str, Any], index: dict[str, Any]) -> str:

@@ -211,7 +211,7 @@ class Row:
 def number_in(text: str, name: str, rule: str = "a number") -> float:
     """A number from a cell or a part of one; ``rule``: what the cell must be."""
     try:
-        value = float(text)
+        value = float(text) if text.isascii() and "_" not in text else math.nan  # float reads 1_0, too
     except ValueError:
         value = math.nan
     if math.isnan(value):

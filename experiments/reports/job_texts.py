@@ -105,7 +105,8 @@ def explanation_report(job: Job, prediction: Prediction, top: int) -> dict[str, 
     lines = [
         f"{job.name}: {seconds_text(whole)}",
         table_of(rows, columns),
-        f"the doubts about all ops and collectives add up to {100 * math.expm1(doubts.total):.1f} % of the iteration",
+        f"the doubts about all ops and collectives add up to {100 * math.expm1(doubts.total):.1f} % of the iteration; "
+        f"its interval, {seconds_text(prediction.low_s)} to {seconds_text(prediction.high_s)}, comes from whole runs",
     ]
     if launches > 0.01:
         share = f"{100 * launches:.1f} % of the critical path"

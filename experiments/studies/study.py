@@ -12,12 +12,13 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from stepsight.dataset.base.errors import StepsightError
 
 Row = dict[str, Any]
 Options = Mapping[str, Mapping[str, Any]]  # by flag: keywords that ``argparse`` takes
+_LEAST = {"seed": 0, "teach": 0, "folds": 2}  # of these numbers; of other whole ones 1
 
 
 def cases(study: str) -> Row:
@@ -31,6 +32,11 @@ def figures_text(figures: Row) -> str:
     words = {key: f"{value:.3f}" for key, value in figures.items() if isinstance(value, float)}
     words |= {key: str(value) for key, value in figures.items() if isinstance(value, int)}
     return "; ".join(f"{key.replace('_', ' ')} {word}" for key, word in words.items())
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise StepsightError(f"{message}; {self.prog} --help lists the options")
 
 
 @dataclass(frozen=True)
@@ -54,12 +60,16 @@ class Study:
         parts = self.about.strip().replace("``", "`").split("\n\n")  # an indented one is code
         about = "\n\n".join(part if part.startswith(" ") else textwrap.fill(part, width) for part in parts)
         name, form = f"stepsight experiment {self.name}", argparse.RawDescriptionHelpFormatter
-        parser = argparse.ArgumentParser(prog=name, description=about, formatter_class=form)
+        parser = _Parser(prog=name, description=about, formatter_class=form)
         for flag, how in self.options.items():
             parser.add_argument(flag, **how)
         parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-        options = parser.parse_args(arguments)
         try:
+            options = parser.parse_args(arguments)
+            for name, value in vars(options).items():
+                least = _LEAST.get(name, 1 if type(value) is int else sys.float_info.min)
+                if type(value) in (int, float) and not value >= least:
+                    raise StepsightError(f"--{name.replace('_', '-')} must be a number >= {least:.3g}, got {value}")
             figures, text = self.run(options)
         except (StepsightError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)

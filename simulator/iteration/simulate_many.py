@@ -45,9 +45,7 @@ def explain(simulation: Simulation, most: int = 10) -> tuple[Sensitivity, ...]:
     works, alone = simulation.lowered.all_works, simulation.work_seconds
     taken = simulation.work_counts * alone
     pipelines, found = tuple(pipeline_run.pipeline for pipeline_run in simulation.pipeline_runs), []
-    for at in np.argsort(-taken, kind="stable")[:most].tolist():
-        if taken[at] <= 0:
-            break
+    for at in [at for at in np.argsort(-taken, kind="stable")[:most].tolist() if taken[at] > 0]:
         timer = simulation.timer.but({works[at]: float(alone[at]) / 2})
         halved = simulate_lowered(simulation.job, simulation.lowered, timer, simulation.hardware, pipelines)
         uses, seconds = float(simulation.uses_and_counts[0, at]), float(taken[at])

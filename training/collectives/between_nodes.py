@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -182,18 +182,6 @@ class BetweenNodes(Saved):
         """Factors of a kind or route, a kind's or else its route's; the prior if neither was measured."""
         known, record = self.factors.get(kind), COLLECTIVE_KINDS.get(kind)
         return self.factors.get(record.route if record else kind, FACTORS.prior) if known is None else known
-
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any], **given: Any) -> Self:
-        """As of ``Saved``; earlier versions saved logarithms at ``KNOTS``, which held up to the largest layout."""
-        residuals = dict(value.get("residuals", {}))
-        for kind, old in residuals.items():
-            if "near" not in old:
-                old = old if isinstance(old, dict) else {"logs": old, "support": value["support"][kind]}
-                places = np.array([(size, *old["support"]["high"][1:]) for size in LOG_KNOTS]) / WIDTHS
-                near = fit_neighbours(places, np.array(old["logs"], float) * old.get("strength", 1.0), 1.0)
-                residuals[kind] = SiteResidual(near, value["factors"][kind], np.ones(len(KNOTS))).to_dict()
-        return super().from_dict({**value, "residuals": residuals}, **given)
 
     def __post_init__(self) -> None:
         for name, factors in self.factors.items():

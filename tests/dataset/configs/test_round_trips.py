@@ -147,6 +147,20 @@ def test_what_is_not_expressed_is_listed() -> None:
     assert {"parallel.tp = 8", "parallel.pp = 16"} & set(write_config(job, "accelerate").ignored)
 
 
+def test_what_torchtitan_always_does_is_listed_where_a_job_does_otherwise() -> None:
+    """Its products are separate, and its tensor parallelism copies: both come back with its profile."""
+    job = Job.from_file(ROOT / "examples" / "llama3-70b-fsdp-512.toml")
+    model, parallel = replace(job.model, separate_linears=True), replace(job.parallel, tp=2, dp=256, overlap_tp="torch")
+    own = replace(job, model=model, parallel=replace(parallel, sequence_parallel=True))
+    other = replace(own, model=replace(model, separate_linears=False), parallel=replace(own.parallel, overlap_tp=""))
+    keys = "model.separate_linears = False", "parallel.overlap_tp = (none)"
+    for each, told in ((own, ()), (other, keys)):
+        ignored = [
+            line for line in write_config(each, "torchtitan").ignored if line.startswith(("model.s", "parallel.o"))
+        ]
+        assert tuple(ignored) == told
+
+
 def test_what_has_no_effect_on_one_rank_is_listed(tmp_path: Path) -> None:
     """Files state how contexts are cut even where one rank holds them whole: neither direction drops that unseen."""
     args = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --cp-comm-type p2p\n"

@@ -135,6 +135,8 @@ def test_rows_without_a_number_have_that_of_their_line(tmp_path: Path) -> None:
         ("gated_mlp", "2", "gated_mlp must be yes or no, got '2'"),
         ("iteration_time_s", "-3.9", "iteration_time_s must lie within 1e-06 and 1e+07, got -3.9"),
         ("iteration_time_s", "soon", "iteration_time_s must be a number, got 'soon'"),
+        ("iteration_time_s", "1_000", "iteration_time_s must be a number, got '1_000'"),
+        ("layers", "\u0663", "layers must be "),
         ("gpus_per_node", "3", "gpus_per_node must be gpus, got 2 * 3 != 16"),
         ("dp", "3", "tp * pp * cp * dp must be gpus, got 8 * 3 != 16"),
         ("tp", "-2", "must be gpus, got -4 * 2 != 16"),

@@ -37,3 +37,27 @@ def test_help_keeps_paragraphs_apart(capsys: pytest.CaptureFixture[str]) -> None
         study.main(["--help"])
     text = "\n\nCompare `a` with b. More of it.\n\n    stepsight experiment it --json\n\nThe end.\n\n"
     assert text in capsys.readouterr().out and study.summary == "Compare `a` with b"
+
+
+NUMBERS = [
+    (name, flag)
+    for name, study in runner.STUDIES.items()
+    for flag, how in study.options.items()
+    if how.get("type") in (int, float)
+]
+
+
+@pytest.mark.parametrize(("name", "flag"), NUMBERS)
+@pytest.mark.parametrize("text", ["-1", "x"])
+def test_a_number_of_a_study_has_a_rule(name: str, flag: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A negative number of folds or seeds once ended in a traceback, after the data were read."""
+    needed = [word for key, how in runner.STUDIES[name].options.items() if how.get("required") for word in (key, "x")]
+    assert runner.STUDIES[name].main([*needed, flag, text]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.startswith("error: ") and told.err.count("\n") == 1 and flag in told.err
+
+
+def test_parts_that_hold_nothing_out_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, text in (("--folds", "1"), ("--seeds", "0")):
+        assert runner.STUDIES["context"].main([flag, text]) == 2
+        assert f"{flag} must be a number >= " in capsys.readouterr().err

@@ -261,16 +261,6 @@ def test_it_is_saved_read_and_checked() -> None:
         BetweenNodes.from_dict(wrong)
 
 
-def test_corrections_by_size_of_earlier_versions_are_read() -> None:
-    saved = fit_site(UNFITTED, SUMS, FABRIC, UNFITTED.seconds(SUMS, FABRIC)).to_dict()
-    logs = np.where((KNOTS > 1 << 18) & (KNOTS < 1 << 22), 0.3, 0.0).tolist()
-    support = {"low": [0.0, np.log(16), np.log(8)], "high": [20.0, np.log(32), np.log(8)]}
-    again = BetweenNodes.from_dict(saved | {"residuals": {"all_reduce": {"logs": logs, "support": support}}})
-    plain = BetweenNodes.from_dict(saved | {"residuals": {}})
-    works = [Collective("all_reduce", 1 << power, 32, 8) for power in (10, 20)]
-    assert np.log(again.seconds(works, FABRIC) / plain.seconds(works, FABRIC)) == pytest.approx([0, 0.3], abs=0.06)
-
-
 def test_a_single_layout_is_judged_by_sizes_that_are_left_out() -> None:
     """A site with one layout says how its other sizes behave there."""
     works = [Collective("all_gather", 1 << power, 16, 8) for power in range(3, 32)]
