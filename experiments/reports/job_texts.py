@@ -106,7 +106,7 @@ def explanation_report(job: Job, prediction: Prediction, top: int) -> dict[str, 
         f"{job.name}: {seconds_text(whole)}",
         table_of(rows, columns),
         f"the doubts about all ops and collectives add up to {100 * math.expm1(doubts.total):.1f} % of the iteration; "
-        f"its interval, {seconds_text(prediction.low_s)} to {seconds_text(prediction.high_s)}, comes from whole runs",
+        f"the interval of the whole, {seconds_text(prediction.low_s)} to {seconds_text(prediction.high_s)}, is not their sum",
     ]
     if launches > 0.01:
         share = f"{100 * launches:.1f} % of the critical path"
