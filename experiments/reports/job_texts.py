@@ -102,11 +102,12 @@ def explanation_report(job: Job, prediction: Prediction, top: int) -> dict[str, 
         "halving it saves": lambda row: seconds_text(row.halved_s),
         "%": lambda row: 100 * row.halved_s / whole,
     }
+    low, high = seconds_text(prediction.low_s), seconds_text(prediction.high_s)
     lines = [
         f"{job.name}: {seconds_text(whole)}",
         table_of(rows, columns),
         f"the doubts about all ops and collectives add up to {100 * math.expm1(doubts.total):.1f} % of the iteration; "
-        f"the interval of the whole, {seconds_text(prediction.low_s)} to {seconds_text(prediction.high_s)}, is not their sum",
+        f"the interval of the whole, {low} to {high}, is not their sum",
     ]
     if launches > 0.01:
         share = f"{100 * launches:.1f} % of the critical path"
