@@ -194,8 +194,9 @@ def _manifest(
     """What the predictor was trained on; ``tracking`` names the MLflow run."""
     digests = [digest_files([p for p in run.manifest.folder.iterdir() if p.is_file()]) for run in runs]
     data = {"events": profile.digest, "runs": digest(*digests) if runs else ""}
+    context = predictor.manifest.get("context", {})  # empty where no run teaches it
     return {
-        "digest": digest(*data.values(), str(seed), predictor.manifest["context"]["asked"], version("stepsight")),
+        "digest": digest(*data.values(), str(seed), str(context.get("asked")), version("stepsight")),
         "data_digests": data,
         "collections": [str(path.resolve()) for path in collections],
         "runs": [run.manifest.name for run in runs],
@@ -207,7 +208,7 @@ def _manifest(
         "versions": {name: version(name) for name in ("stepsight", "lightgbm", "torch", "torch-geometric", "numpy")},
         "seed": seed,
         "metrics": predictor.manifest["metrics"],
-        "context": predictor.manifest.get("context", {}),
+        "context": context,
         **tracking,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

@@ -1,6 +1,7 @@
 """Training end to end on a collection whose truth is known: event profiles, and runs that were only timed."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -134,6 +135,14 @@ def test_a_digest_tells_predictors_of_other_forms_apart(
     other = train([collection], tmp_path / "p", hardware_name="toy", context="none", progress=False)
     assert other.manifest["digest"] != trained[0].manifest["digest"]
     assert other.manifest["data_digests"] == trained[0].manifest["data_digests"]
+
+
+def test_events_alone_train(collection: Path, tmp_path: Path) -> None:
+    """A predictor of ops and collectives, which no run teaches a context network."""
+    shutil.copytree(collection / "events", tmp_path / "c" / "events")
+    _write(tmp_path / "c" / "plan.json", {"schema": 1, "runs": [], "events": []})
+    found = train([tmp_path / "c"], tmp_path / "p", hardware_name="toy", progress=False)
+    assert found.context is None and found.manifest["runs"] == [] and found.manifest["digest"]
 
 
 def test_only_training_runs_train(trained: tuple[Predictor, Path], collection: Path) -> None:
