@@ -139,8 +139,9 @@ def test_a_digest_tells_predictors_of_other_forms_apart(
 
 def test_events_alone_train(collection: Path, tmp_path: Path) -> None:
     """A predictor of ops and collectives, which no run teaches a context network."""
-    shutil.copytree(collection / "events", tmp_path / "c" / "events")
     _write(tmp_path / "c" / "plan.json", {"schema": 1, "runs": [], "events": []})
+    (tmp_path / "c" / "events").mkdir()
+    shutil.copy(collection / "events" / "world1.json", tmp_path / "c" / "events")
     found = train([tmp_path / "c"], tmp_path / "p", hardware_name="toy", progress=False)
     assert found.context is None and found.manifest["runs"] == [] and found.manifest["digest"]
 
