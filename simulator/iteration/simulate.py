@@ -227,29 +227,29 @@ class Simulation:
         """Share of the time that is determined by the host's launches, and by no op or collective."""
         return max(0.0, 1.0 - float(self.work_counts @ self.work_seconds) / self.iteration_time_s)
 
-    @property
+    @cached_property
     def work_counts(self) -> Floats:
         """``op_counts`` as an array over ``lowered.all_works``, zeros included."""
-        return np.asarray(self.uses_and_counts[1])
+        return self._on_path(slowed=True)
 
-    @cached_property
-    def uses_and_counts(self) -> Floats:
-        """Of each of ``lowered.all_works``: how often it lies on the critical path, and that times its slowdown there
-        (``work_counts``), ``(2, works)``.
-        """
+    def work_uses(self) -> Floats:
+        """How often each of ``lowered.all_works`` lies on the critical path, without its slowdown there."""
+        return self._on_path(slowed=False)
+
+    def _on_path(self, *, slowed: bool) -> Floats:
         index = {work: at for at, work in enumerate(self.lowered.all_works)}
-        counts = np.zeros((2, len(index)))
+        counts = np.zeros(len(index))
         for segment, condition, uses in self.segment_uses():
             times, graph = self.ops_of(segment, condition), self.lowered.segments[segment].graph
-            works = self.lowered.segments[segment].works
-            slowed = times.seconds / self.timer.work_seconds(works)[graph.work]  # share, context and slowdown
+            works, amount = self.lowered.segments[segment].works, graph.share
+            if slowed:
+                amount = times.seconds / self.timer.work_seconds(works)[graph.work]  # share, context and slowdown
             place = np.array([index[work] for work in works], dtype=np.int32)[graph.work]
             for to, since in np.argwhere(uses > 0).tolist():
                 last = int(times.last[to, since])
-                for amount, own in zip((graph.share, slowed), counts, strict=True):
-                    add_path(times.critical[since], last, place, amount, uses[to, since], own)
+                add_path(times.critical[since], last, place, amount, uses[to, since], counts)
         for message, uses in zip(self.lowered.messages, self.message_uses(), strict=True):
-            counts[:, index[message]] += uses
+            counts[index[message]] += uses
         return counts
 
     def ops_of(self, segment: int, condition: Slowdown) -> OpTimes:

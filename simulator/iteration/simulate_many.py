@@ -43,13 +43,13 @@ def explain(simulation: Simulation, most: int = 10) -> tuple[Sensitivity, ...]:
         raise StepsightError(f"explain lists at least 1 row, got {most}")
     total = simulation.iteration_time_s
     works, alone = simulation.lowered.all_works, simulation.work_seconds
-    taken = simulation.work_counts * alone
+    taken, uses = simulation.work_counts * alone, simulation.work_uses()
     pipelines, found = tuple(pipeline_run.pipeline for pipeline_run in simulation.pipeline_runs), []
     for at in [at for at in np.argsort(-taken, kind="stable")[:most].tolist() if taken[at] > 0]:
         timer = simulation.timer.but({works[at]: float(alone[at]) / 2})
         halved = simulate_lowered(simulation.job, simulation.lowered, timer, simulation.hardware, pipelines)
-        uses, seconds = float(simulation.uses_and_counts[0, at]), float(taken[at])
-        found.append(Sensitivity(works[at], uses, seconds / uses, seconds / total, total - halved.iteration_time_s))
+        count, seconds = float(uses[at]), float(taken[at])
+        found.append(Sensitivity(works[at], count, seconds / count, seconds / total, total - halved.iteration_time_s))
     return tuple(found)
 
 
